@@ -79,12 +79,9 @@ def distributed_like(param: Tensor, part: Tensor) -> Tensor:
 
 
 def part_like(param: Tensor, value: Tensor) -> Tensor:
-    """Return this process's part of ``value``, divided as ``param`` is.
+    """Return this process's part of ``value``, which has the shape of the whole parameter, divided as ``param`` is.
 
-    Args:
-        param: a parameter, distributed or not.
-        value: a tensor of the shape of the whole parameter. A distributed one may be divided in another way over the
-            same mesh: it is then redistributed, by all processes of the mesh.
+    A distributed value may be divided in another way over the same mesh: its processes then redistribute it.
     """
     if not is_distributed(param):
         return value
@@ -129,12 +126,8 @@ def gradient_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
 def norm_over_meshes(norms: Iterable[tuple[Tensor, Divided]]) -> Tensor:
     """Return the norm of everything that the processes hold together, with one collective for each mesh.
 
-    Args:
-        norms: norms of parts that this process has, and along which dimensions the whole is divided. Of what several
-            processes have alike, each counts its own once.
-
-    Returns:
-        A number on the device of the first norm, the same on every process.
+    Given are norms of parts that this process has, and along which dimensions the whole is divided. Of what several
+    processes have alike, each counts its own once. The result is on the device of the first norm.
     """
     sums: list[tuple[Divided, Tensor]] = []
     for norm, divided in norms:
@@ -162,9 +155,6 @@ def gathered_shards(params: Sequence[Tensor]) -> dict[int, ShardRecord]:
     FSDP2 (``fully_shard``) keeps the shard of a parameter as a DTensor, and a second tensor over the same memory: flat,
     and padded to the length of the largest shard. That one is sent when the parameter is gathered, so both must move
     together.
-
-    Raises:
-        RuntimeError: if this version of torch keeps its records elsewhere.
     """
     wanted = set(map(id, params))
     records = [record for group in _groups_of(params) for record in group.records]

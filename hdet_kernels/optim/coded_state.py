@@ -20,12 +20,10 @@ from hdet_kernels.ops.torch.companding import SIGNED_STATES, block_count, decode
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
 from hdet_kernels.tensors import Slot, flat_view, replicas_of
 
-_SUFFIX = "_scale"
-
 
 def scale_name(name: str) -> str:
     """Return the name in ``state[p]`` of the scales of state ``name``."""
-    return name + _SUFFIX
+    return f"{name}_scale"
 
 
 def is_coded(value: object) -> bool:
@@ -34,13 +32,7 @@ def is_coded(value: object) -> bool:
 
 
 def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 values of an entry of ``state[p]``, in its shape and layout.
-
-    Args:
-        name: The name of the state, which says what its codes stand for.
-        codes: The codes, dense in memory, or with replicas in the first dimension that are. They may be distributed.
-        scales: Their scales; of distributed codes those of this process's part.
-    """
+    """Return the float32 values of an entry of ``state[p]``, in its shape and layout."""
     if is_distributed(codes):
         return distributed_like(codes, decoded(name, part_of(codes), scales))
     if scales.dim() == 2:
@@ -53,13 +45,7 @@ def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CodedSlot:
-    """The place of a parameter in flat buffers of codes.
-
-    Args:
-        slot: Where it is.
-        codes: Its codes of one state, a view of the flat buffer.
-        scales: Their scales, a view of theirs.
-    """
+    """The place of a parameter in flat buffers of codes: its codes of one state and their scales, views of these."""
 
     slot: Slot
     codes: Tensor
@@ -71,7 +57,7 @@ class CodedSlot:
         Args:
             name: The name of the state.
             value: One number for all elements, numbers, or codes, of the shape of the codes or without its replicas.
-            scales: Of codes, their scales; otherwise None.
+            scales: Those of codes.
             decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
         """
         if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
@@ -119,9 +105,7 @@ def saved_codes(codes: Tensor) -> Tensor:
 def with_own_shapes(entries: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
     """Return an entry of a ``state_dict`` with its codes in the shape that they have in ``state[p]``.
 
-    Args:
-        entries: The entry, or one of ``optimizer.state``, which stays as it is.
-        param: The parameter.
+    One of ``optimizer.state`` stays as it is.
     """
     if not any(map(is_coded, entries.values())):
         return entries
@@ -178,13 +162,7 @@ def _without_first_dimension(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_coded(where: str, name: str, entries: Mapping[str, Any]) -> None:
-    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and not of amsgrad.
-
-    Args:
-        where: A description of the parameter, for messages.
-        name: The name of the state.
-        entries: The entry of the parameter, with the codes.
-    """
+    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and not of amsgrad."""
     codes, scales = entries[name], entries.get(scale_name(name))
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32 or scales.layout is not torch.strided:
         given = f"of {scales.dtype}" if isinstance(scales, Tensor) else repr(scales)

@@ -47,11 +47,7 @@ _ADDED_OPTIONS = (*IMPLEMENTATION_OPTIONS, ROUNDING_SEED, "amsgrad", "maximize",
 def loaded_through(
     optimizer: Optimizer, state_dict: object, prepare: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[None]:
-    """Have ``load_state_dict`` of torch, called in this block, take what ``prepare`` makes of the state_dict.
-
-    Raises:
-        TypeError: if ``state_dict`` is no dict.
-    """
+    """Have ``load_state_dict`` of torch, called in this block, take what ``prepare`` makes of the state_dict."""
     if not isinstance(state_dict, dict):
         kind = type(state_dict).__name__
         raise TypeError(f"load_state_dict expects a dict, as optimizer.state_dict() returns it, got a {kind}")
@@ -121,9 +117,6 @@ def prepare_state_dict(optimizer: StatefulOptimizer, state_dict: dict[str, Any])
     """Return a checked state_dict in the form in which torch loads it without rounding.
 
     torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
-
-    Raises:
-        ValueError: if ``optimizer`` cannot continue from it.
     """
     state_dict = _with_own_codes(optimizer, _numbered(state_dict))
     check_state_dict(optimizer, state_dict)
@@ -259,10 +252,7 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimiz
 
 
 def _check_shape(where: str, name: str, value: Tensor, param: Tensor, own: tuple[int, ...]) -> int | None:
-    """Raise ValueError unless ``value`` fits ``param``; return how many replicas it has if each has its own.
-
-    ``own`` is the shape that it has for one replica.
-    """
+    """Raise ValueError unless ``value``, of shape ``own`` for one replica, fits; return how many have their own."""
     if value.shape == own:  # of a stack: one for all replicas
         return None
     if replicas_of(param) is not None and value.shape[1:] == own and value.dim() == len(own) + 1 and len(value):
@@ -278,13 +268,9 @@ def _check_shape(where: str, name: str, value: Tensor, param: Tensor, own: tuple
 
 
 def _check_step(where: str, step: object, rows: set[int | None], *, counts_down: bool) -> None:
-    """Raise ValueError unless ``step`` is a whole number, or one for each replica that has its own state.
+    """Raise ValueError unless ``step`` is a whole number, or one for each of ``rows`` replicas with their own moments.
 
-    Args:
-        where: a description of the parameter, for messages.
-        step: the loaded step count.
-        rows: how many replicas the moments have, if each has its own.
-        counts_down: whether counts of steps without a momentum buffer are negative, as those of SGD.
+    With ``counts_down`` those without a momentum buffer are negative, as SGD counts them.
     """
     if isinstance(step, Tensor):
         fits = step.numel() == 1 or (step.dim() == 1 and len(step) in rows)

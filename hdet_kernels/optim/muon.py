@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Unpack
@@ -277,7 +277,11 @@ class FusedMuon(FusedOptimizer):
         ordered = [
             param
             for group in self.param_groups
-            for param in (sorted(group["params"], key=_layout) if group["use_muon"] else group["params"])
+            for param in (
+                sorted(group["params"], key=lambda param: (tuple(param.shape), param.stride()))
+                if group["use_muon"]
+                else group["params"]
+            )
         ]
         return Buckets(ordered, kind_of=lambda param: id(param) in by_muon)
 
@@ -288,7 +292,9 @@ class FusedMuon(FusedOptimizer):
         return FlatGroup("adamw", *arguments, shares_state=shares_state)
 
     def _settings(self, number: int) -> Orthogonal:
-        return Orthogonal.of(self.param_groups[number])
+        group = self.param_groups[number]
+        own = (group[name] for name in ("ns_steps", "eps", "adjust_lr_fn", "normuon", "normuon_beta2"))
+        return Orthogonal(tuple(group["ns_coefficients"]), *own)
 
 
 #: The keys of a group that are for AdamW, with their names in AdamW's group. Of two with one name the later one counts.
@@ -310,10 +316,6 @@ def _is_matrix(given: Any) -> bool:
     return isinstance(param, Tensor) and param.dim() - (replicas_of(param) is not None) == 2
 
 
-def _layout(param: Tensor) -> tuple[Iterable[int], Iterable[int]]:
-    return tuple(param.shape), tuple(param.stride())
-
-
 class Orthogonal(NamedTuple):
     """How the updates of a parameter group are orthogonalised and scaled."""
 
@@ -323,18 +325,6 @@ class Orthogonal(NamedTuple):
     adjust_lr_fn: str | None
     normuon: bool
     beta2: float
-
-    @staticmethod
-    def of(group: dict[str, Any]) -> Orthogonal:
-        """Return the settings of a parameter group."""
-        return Orthogonal(
-            tuple(group["ns_coefficients"]),
-            group["ns_steps"],
-            group["eps"],
-            group["adjust_lr_fn"],
-            group["normuon"],
-            group["normuon_beta2"],
-        )
 
     def ratio(self, shape: Sequence[int]) -> float:
         """Return the factor of the learning rate for matrices of ``shape``, as torch.optim.Muon has it."""
@@ -378,12 +368,8 @@ class MuonGroup(FlatGroup):
 
     A step takes the matrices in pieces of at most :data:`PIECE_ELEMENTS` elements: one pass over gradient and momentum
     writes the update in bfloat16, Newton–Schulz orthogonalises the whole piece at once, and one pass over the
-    parameters applies weight decay and update, in all replicas of a stack that share the gradient.
-
-    Args:
-        settings_of: returns the settings of a parameter group by its number.
-        arguments: those of :class:`FlatGroup`.
-        shares_state: as in :class:`FlatGroup`.
+    parameters applies weight decay and update, in all replicas of a stack that share the gradient. ``settings_of``
+    returns the settings of a parameter group by its number; the other arguments are those of :class:`FlatGroup`.
     """
 
     def __init__(self, settings_of: Callable[[int], Orthogonal], *arguments: Any, shares_state: bool) -> None:

@@ -92,14 +92,7 @@ class FusedRowWiseAdagrad(Optimizer):
     def step(  # type: ignore[override]  # torch overloads it
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Update the rows that have a gradient.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            The loss that ``closure`` returned, or None.
-        """
+        """Update the rows that have a gradient, and return the loss that ``closure`` returned, if it is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -187,11 +180,7 @@ class FusedRowWiseAdagrad(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class.
-
-        Raises:
-            ValueError: with nothing changed, if an entry is missing or has another shape.
-        """
+        """Load a state_dict of this class; raise ValueError, with nothing changed, if it does not fit."""
         # Wrapped, because torch would cast the sums to the dtype of the table.
         with loaded_through(self, state_dict, lambda given: wrap_tensors(self._checked_state(given))):
             super().load_state_dict(state_dict)

@@ -58,11 +58,9 @@ _AS_INPUT = _functions(F, "batch_norm group_norm instance_norm layer_norm")
 
 
 class StackMode(TorchFunctionMode):
-    """A mode in which functions compute under vmap what they compute without it.
+    """A mode in which functions compute under vmap what they compute without it, by the autocast rules of ``device``.
 
-    Args:
-        device: the device of the replicas, whose autocast rules apply.
-        replica: a tensor that vmap has cut into one slice per replica; its values do not matter.
+    ``replica`` is a tensor that vmap has cut into one slice per replica; its values do not matter.
     """
 
     def __init__(self, device: torch.device, replica: Tensor) -> None:
