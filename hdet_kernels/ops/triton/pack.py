@@ -47,36 +47,25 @@ def _pack_chunk(
     others = tl.cast(others, tl.int64)
     divisor = _number(divisor, staging.dtype.element_ty)
     start += tl.cast(first, tl.int64) * stride
+    work = (staging, offset, address, start, stride, count)
     if count > 0:
         if staging.dtype.element_ty == tl.float64:
-            _pack_as(tl.float64, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.float64, work, others, divisor, MANY, DIVIDE, BLOCK)
         elif number == _FLOAT32:
-            _pack_as(tl.float32, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.float32, work, others, divisor, MANY, DIVIDE, BLOCK)
         elif number == _BFLOAT16:
-            _pack_as(tl.bfloat16, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.bfloat16, work, others, divisor, MANY, DIVIDE, BLOCK)
         else:
-            _pack_as(tl.float16, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.float16, work, others, divisor, MANY, DIVIDE, BLOCK)
 
 
 @triton.jit
-def _pack_as(
-    TYPE: tl.constexpr,
-    staging,
-    offset,
-    address,
-    start,
-    stride,
-    count,
-    others,
-    divisor,
-    MANY: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _pack_as(TYPE: tl.constexpr, work, others, divisor, MANY: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    staging, offset, address, start, stride, count = work
     VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, BLOCK)
     begin = address.to(tl.pointer_type(TYPE)) + start
-    if _vectors(address, start, stride, count, offset, TYPE, MANY, VECTOR, BLOCK):
+    if _vectors(work, TYPE, MANY, VECTOR, BLOCK):
         # Tell the compiler what was just tested, so that VECTOR elements become one access.
         row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
@@ -110,35 +99,25 @@ def _sum(row, stride, inside, others, wide: tl.constexpr, MANY: tl.constexpr):
 def _unpack_chunk(chunks, places, strides, staging, rows, divisor, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
     offset, start, count, address, number, stride = _work_of(chunks, places, strides, BLOCK)
     divisor = _number(divisor, staging.dtype.element_ty)
+    work = (staging, offset, address, start, stride, count)
     if count > 0:
         if staging.dtype.element_ty == tl.float64:
-            _unpack_as(tl.float64, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.float64, work, rows, divisor, DIVIDE, BLOCK)
         elif number == _FLOAT32:
-            _unpack_as(tl.float32, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.float32, work, rows, divisor, DIVIDE, BLOCK)
         elif number == _BFLOAT16:
-            _unpack_as(tl.bfloat16, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.bfloat16, work, rows, divisor, DIVIDE, BLOCK)
         else:
-            _unpack_as(tl.float16, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.float16, work, rows, divisor, DIVIDE, BLOCK)
 
 
 @triton.jit
-def _unpack_as(
-    TYPE: tl.constexpr,
-    staging,
-    offset,
-    address,
-    start,
-    stride,
-    count,
-    rows,
-    divisor,
-    DIVIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _unpack_as(TYPE: tl.constexpr, work, rows, divisor, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    staging, offset, address, start, stride, count = work
     VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, BLOCK)
     begin = address.to(tl.pointer_type(TYPE)) + start
-    if _vectors(address, start, stride, count, offset, TYPE, True, VECTOR, BLOCK):
+    if _vectors(work, TYPE, True, VECTOR, BLOCK):
         row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
         value = nearest(_quotient(tl.load(staging + at), divisor, DIVIDE), TYPE)
@@ -179,18 +158,9 @@ def _work_of(chunks, places, strides, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _vectors(
-    address,
-    start,
-    stride,
-    count,
-    offset,
-    TYPE: tl.constexpr,
-    MANY: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _vectors(work, TYPE: tl.constexpr, MANY: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """Return whether this is a whole block that can be moved ``VECTOR`` elements at a time, on both sides."""
+    _, offset, address, start, stride, count = work
     size: tl.constexpr = TYPE.primitive_bitwidth // 8
     whole = (count >= BLOCK) & ((address + start * size) % (VECTOR * size) == 0) & (offset % VECTOR == 0)
     if MANY:

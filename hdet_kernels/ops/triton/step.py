@@ -2,7 +2,7 @@
 
 ``_advance`` has one lane for each slot: it counts the step and derives the slot's numbers in float64. ``_walk`` has one
 program for every ``BLOCK`` elements: it loads those numbers, applies the rule (:mod:`.rules`), rounds and stores, for
-one replica (``_step_block``) or for all that share a gradient (``_step_rows``).
+one replica or for all that share a gradient.
 """
 # mypy: disable-error-code="no-untyped-def"
 # Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
@@ -171,20 +171,15 @@ def _walk(
             inside = tl.full([BLOCK], True, tl.int1)
             if SHARED:
                 stride = stride // VECTOR * VECTOR
-                _step_rows(
-                    *flats, n, mine, grad, at, quads, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED
-                )
-            else:
-                _step_block(*flats, n, mine, grad, at, quads, inside, RULE, STOCHASTIC, RANDOM, CODED)
+            replicas = (rows, stride, step)
+            _step_block(*flats, n, mine, grad, at, quads, inside, replicas, RULE, STOCHASTIC, RANDOM, CODED, SHARED)
         else:
             grad = first + lanes
             at = offset + begin + lanes
             quad = at >> 2
             inside = lanes < count
-            if SHARED:
-                _step_rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
-            else:
-                _step_block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM, CODED)
+            replicas = (rows, stride, step)
+            _step_block(*flats, n, mine, grad, at, quad, inside, replicas, RULE, STOCHASTIC, RANDOM, CODED, SHARED)
 
 
 @triton.jit
@@ -199,67 +194,48 @@ def _step_block(
     at,
     quad,
     inside,
+    replicas,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RANDOM: tl.constexpr,
     CODED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
-    wide: tl.constexpr = n.dtype.element_ty
-    theta = _in_full(param, master, at, inside, wide)
-    random = _random(quad, mine, RANDOM)
-    g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    noise = centred_noise(random, at) if CODED else random
-    direction, other = push(RULE, theta, g, n, states, scales, at, inside, (random, noise), STOCHASTIC)
-    theta = move(RULE, theta, direction, other, n, CODED)
-    _keep(param, master, at, theta, inside, random, STOCHASTIC)
+    """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``.
 
-
-@triton.jit
-def _step_rows(
-    param,
-    master,
-    states,
-    scales,
-    n,
-    mine,
-    grad,
-    at,
-    quad,
-    inside,
-    rows,
-    stride,
-    step,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    RANDOM: tl.constexpr,
-    CODED: tl.constexpr,
-):
-    """Step the same elements of every row of the parameters.
-
-    Rows are ``stride`` elements apart, and their numbers ``step`` slots.
+    With ``SHARED``, step them in every row of the parameters. ``replicas`` has the number of rows, the elements from
+    one to the next, and the slots from the numbers of one to those of the next.
     """
     wide: tl.constexpr = n.dtype.element_ty
+    if not SHARED:
+        theta = _in_full(param, master, at, inside, wide)
+        random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    theta = g
-    if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
-        # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
-        theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
-    random = _random(quad, mine, RANDOM)
+    if SHARED:
+        theta = g
+        if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
+            # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
+            theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
+        random = _random(quad, mine, RANDOM)
     noise = centred_noise(random, at) if CODED else random
     direction, other = push(RULE, theta, g, n, states, scales, at, inside, (random, noise), STOCHASTIC)
-    # The row is a scalar, because pointers that the loop advances would get another layout.
-    row = tl.cast(0, tl.int64)
-    while row < rows:
-        start, own = row * stride, n + row * (step * _NUMBERS)
-        before = _in_full(param, master, start + at, inside, wide)
-        moved = move(RULE, before, direction, other, own, CODED)
-        own_random = _random(quad, mine + row * (step * 3), RANDOM)
-        own_master = master
-        if master is not None:
-            own_master = master + start
-        _keep(param + start, own_master, at, moved, inside, own_random, STOCHASTIC)
-        row += 1
+    if SHARED:
+        rows, stride, step = replicas
+        # The row is a scalar, because pointers that the loop advances would get another layout.
+        row = tl.cast(0, tl.int64)
+        while row < rows:
+            start, own = row * stride, n + row * (step * _NUMBERS)
+            before = _in_full(param, master, start + at, inside, wide)
+            moved = move(RULE, before, direction, other, own, CODED)
+            own_random = _random(quad, mine + row * (step * 3), RANDOM)
+            own_master = master
+            if master is not None:
+                own_master = master + start
+            _keep(param + start, own_master, at, moved, inside, own_random, STOCHASTIC)
+            row += 1
+    else:
+        theta = move(RULE, theta, direction, other, n, CODED)
+        _keep(param, master, at, theta, inside, random, STOCHASTIC)
 
 
 @triton.jit
