@@ -14,6 +14,7 @@ Numbers of numpy and tensors without dimensions count as numbers. The checks ret
 from __future__ import annotations
 
 import math
+import operator
 import reprlib
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -202,26 +203,18 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 4
 
 
-def _bounds(at_least: float | None, above: float | None, at_most: float | None, below: float | None) -> str:
-    """Return the bounds in words, to follow "a number"."""
+# The limits of a number in their order, at_least, above, at_most and below: in words, and what they ask.
+_LIMITS = (("of at least", operator.ge), ("above", operator.gt), ("of at most", operator.le), ("below", operator.lt))
+
+
+def _bounds(*limits: float | None) -> str:
+    """Return the limits in words, to follow "a number"."""
+    at_least, _, at_most, _ = limits
     if at_least is not None and at_most is not None:
         return f" from {at_least} to {at_most}"
-    words = [
-        f"of at least {at_least}" if at_least is not None else "",
-        f"above {above}" if above is not None else "",
-        f"of at most {at_most}" if at_most is not None else "",
-        f"below {below}" if below is not None else "",
-    ]
-    found = [word for word in words if word]
+    found = [f"{words} {limit}" for (words, _), limit in zip(_LIMITS, limits, strict=True) if limit is not None]
     return f" {' and '.join(found)}" if found else ""
 
 
-def _within(
-    number: Any, at_least: float | None, above: float | None, at_most: float | None, below: float | None
-) -> bool:
-    return (
-        (at_least is None or number >= at_least)
-        and (above is None or number > above)
-        and (at_most is None or number <= at_most)
-        and (below is None or number < below)
-    )
+def _within(number: Any, *limits: float | None) -> bool:
+    return all(limit is None or holds(number, limit) for (_, holds), limit in zip(_LIMITS, limits, strict=True))

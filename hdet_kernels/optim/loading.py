@@ -118,7 +118,7 @@ def prepare_state_dict(optimizer: StatefulOptimizer, state_dict: dict[str, Any])
 
     torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
     """
-    state_dict = _with_own_codes(optimizer, _numbered(state_dict))
+    state_dict = _in_own_form(optimizer, state_dict)
     check_state_dict(optimizer, state_dict)
     return wrap_tensors(state_dict)
 
@@ -139,33 +139,21 @@ def complete_groups(groups: Iterable[Group], defaults: Mapping[str, Any]) -> Non
         freeze_betas(group)
 
 
-def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict in which parameters have the keys that the groups list.
+def _in_own_form(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict with the keys that its groups list, and with codes of the shapes of ``state[p]``.
 
-    ``torch.distributed.checkpoint`` makes text of the numbers ("0"), and torch would take the state for that of no
-    parameter.
+    ``torch.distributed.checkpoint`` makes text of the keys ("0"), so that torch would take the state for that of no
+    parameter, and an empty dict of the scales of state that was saved decoded and flattened: these are left out.
     """
-    state, groups = _parts(state_dict)
-    own = {str(key): key for group in groups for key in group["params"]}
-    if not any(isinstance(key, str) and own.get(key, key) is not key for key in state):
-        return state_dict
-    numbered: dict[Any, Any] = {}
-    for key, entries in state.items():
-        key = own.get(key, key) if isinstance(key, str) else key
-        both = isinstance(entries, Mapping) and isinstance(numbered.get(key), Mapping)
-        numbered[key] = {**numbered[key], **entries} if both else entries
-    return {**state_dict, "state": numbered}
-
-
-def _with_own_codes(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose codes have the shapes of ``state[p]``, without scales where there are no codes.
-
-    Of state that was saved decoded and flattened, ``torch.distributed.checkpoint`` makes an empty dict for the scales.
-    """
-    state, groups = _parts(state_dict)
-    own = [param for group in optimizer.param_groups for param in group["params"]]
+    saved, groups = _parts(state_dict)
     keys = [key for group in groups for key in group["params"]]
-    state = dict(state)
+    by_text = {str(key): key for key in keys}
+    state: dict[Any, Any] = {}
+    for key, entries in saved.items():
+        key = by_text.get(key, key) if isinstance(key, str) else key
+        both = isinstance(entries, Mapping) and isinstance(state.get(key), Mapping)
+        state[key] = {**state[key], **entries} if both else entries
+    own = [param for group in optimizer.param_groups for param in group["params"]]
     for key, param in zip(keys, own, strict=False):
         entries = state.get(key)
         if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):

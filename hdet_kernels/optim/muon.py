@@ -153,11 +153,9 @@ class FusedMuon(FusedOptimizer):
             raise ValueError(
                 f"ns_steps must be a whole number from 0 to {_MOST_STEPS - 1}, got {steps!r}; the default is 5"
             )
-        if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+        several = isinstance(coefficients, tuple | list) and len(coefficients) == 3
+        if not several or any(isinstance(each, bool) or not isinstance(each, int | float) for each in coefficients):
             raise ValueError(f"ns_coefficients must be exactly 3 numbers, got {coefficients!r}; leave them out")
-        for value in coefficients:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"ns_coefficients must be 3 numbers, got {coefficients!r}; leave them out")
         for name in ("eps", "normuon_beta2"):
             if isinstance(group[name], Tensor):
                 raise ValueError(f"{name} of matrices must be a number, got a tensor; pass float({name})")

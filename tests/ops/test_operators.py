@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdet_kernels.ops import STATES
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
-from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, Pack
 from hdet_kernels.ops.wire import FORMATS, Wire
 from hdet_kernels.tensors import Piece
 from tests.ops.cases import (
@@ -59,7 +59,7 @@ def norm_arguments(case: Case) -> list[Any]:
 def pack_arguments(device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
     """Return tensors of two rows, the arguments to pack them (both rows, over 3), and to unpack them (halved)."""
     tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
-    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device, FP32)
+    table = Pack([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], tensors[0].device, FP32, rows=2)
     staging = torch.zeros(table.numel, device=device)
     tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
     return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]

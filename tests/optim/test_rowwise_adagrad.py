@@ -181,6 +181,10 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(damaged)
         assert same(optimizer.state_dict(), before)
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match="does not clip, got max_grad_norm"):
+        optimizer.step()
+    optimizer.max_grad_norm = None
     model.wide.weight.grad = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (40, 6))
     with pytest.raises(RuntimeError, match="has 2 sparse dimensions, expected one"):
         optimizer.step()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, Pack
 
 
-def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+def pack(table: Pack, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
     tensors = _rows(table, matched)
     first, *others = [row for row in range(MOST_ROWS) if included >> row & 1]
     offset = 0
-    for slot, start, stop in zip(*table.spans, strict=True):
+    for slot, start, stop in table.spans:
         span = staging[offset : offset + stop - start]
         offset += stop - start
         span.copy_(tensors[slot][first, start:stop])
@@ -22,17 +22,17 @@ def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: flo
         span.copy_(_quotient(span, divisor))
 
 
-def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+def unpack(table: Pack, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
     tensors = _rows(table, matched)
     offset = 0
-    for slot, start, stop in zip(*table.spans, strict=True):
+    for slot, start, stop in table.spans:
         values = _quotient(staging[offset : offset + stop - start], divisor)
         tensors[slot][:, start:stop].copy_(values)
         offset += stop - start
 
 
-def _rows(table: PieceTable, matched: MatchedTensors) -> list[Tensor]:
+def _rows(table: Pack, matched: MatchedTensors) -> list[Tensor]:
     return [tensor.view(table.rows, -1) for tensor in matched.tensors]
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
-from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, Pack
 from hdet_kernels.ops.triton.rounding import nearest, widened
 
 # Elements of one program, for one row and for several, and its warps. A thread has four 16-byte loads of one float32
@@ -181,7 +181,7 @@ def _quotient(value, divisor, DIVIDE: tl.constexpr):
     return value
 
 
-def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+def pack(table: Pack, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
     first, *others = [row for row in range(MOST_ROWS) if included >> row & 1]
     constants = {"MANY": bool(others), "BLOCK": BLOCK_OF_ROWS if others else BLOCK}
@@ -189,14 +189,14 @@ def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: flo
     _launch(_pack_chunk, table, matched, staging, first, rest, divisor=divisor, **constants)
 
 
-def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+def unpack(table: Pack, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
     _launch(_unpack_chunk, table, matched, staging, table.rows, divisor=divisor, BLOCK=BLOCK)
 
 
 def _launch(
     kernel: Any,
-    table: PieceTable,
+    table: Pack,
     matched: MatchedTensors,
     staging: Tensor,
     *numbers: int,
