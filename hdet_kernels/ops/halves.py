@@ -15,13 +15,9 @@ _AT_ONCE = 2**22
 
 
 def read_halves(param: Tensor, low: Tensor, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
-    """Return the float32 masters of buffers: 1-D, or [rows, n] of which rows may lie apart.
+    """Return the float32 masters of bf16 buffers and int16 lower halves: 1-D, or [rows, n] of which rows may lie apart.
 
-    Args:
-        param: bf16 parameters.
-        low: int16 lower halves of their masters.
-        out: where the masters are written; default: memory of their own.
-        backend: see :func:`hdet_kernels.use_backend`.
+    They are written to ``out``, if given.
     """
     master = torch.empty(param.shape, dtype=torch.float32, device=param.device) if out is None else out
     join = torch.ops.hdet_kernels.join_halves if resolve(param.device, backend) == "cpp" else _join

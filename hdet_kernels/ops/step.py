@@ -1,6 +1,7 @@
 """The fused optimizer step: its rules and dtypes, its arguments and their checks, and the call of a backend.
 
-:class:`Step` updates flat parameters and their states in place by one of the rules in :data:`STATES`.
+:class:`Step` updates flat parameters and their states in place by one of the rules in :data:`STATES`. It can clip
+gradients by their norm, :func:`grad_norm`.
 """
 
 from __future__ import annotations
@@ -131,10 +132,6 @@ class Step:
         scales: Of states that are uint8 codes, the scales of each: float32, ``BLOCKS_PER_CHUNK`` for every chunk. The
             codes are always rounded stochastically.
         backend: A backend by name; the fastest available by default.
-
-    Raises:
-        ValueError: If buffers do not fit together.
-        TypeError: If the parameters have a dtype that is not in :data:`DTYPES`.
     """
 
     def __init__(
@@ -166,6 +163,24 @@ class Step:
         if scalars is not NO_SCALARS:
             _check_scalars(scalars, self._table, self._rows)
         self._run(grads, scalars)
+
+
+def grad_norm(
+    chunks: ChunkTable, grads: MatchedGradients, *, rows: int | None = None, backend: str | None = None
+) -> Tensor:
+    """Return √(Σ g²) over all gradients that ``chunks`` has matched, without waiting for the device.
+
+    The sum is formed in float64 (float32 on devices without it), in the same order every time. The result is a scalar,
+    or [rows] where ``chunks`` has the slots of that many replicas, one after the other and equally many for each.
+    """
+    slots, pieces = len(chunks.entries), len(chunks.chunks)
+    if rows is not None and (rows < 1 or slots % rows or pieces % rows):
+        raise ValueError(
+            f"slots and chunks must be equally many for each of rows={rows} replicas, got {slots} slots and {pieces} "
+            "chunks; pass the number of replicas that the chunk table was made for"
+        )
+    norms: Tensor = implementation(resolve(chunks.device, backend), "step").grad_norm(chunks, grads, rows or 1)
+    return norms.squeeze(0) if rows is None else norms
 
 
 def _check_arguments(given: StepArguments) -> None:

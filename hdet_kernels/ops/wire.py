@@ -98,7 +98,8 @@ class Wire:
         """
         self._check_floats(self.numel, x=x, consensus=consensus, error=error)
         self._check_wire("wire", wire, (self.shards, self.shard_bytes))
-        self._module.encode(self._number, x, consensus, error, wire)
+        if self.numel:
+            self._module.encode(self._number, x, consensus, error, wire)
 
     def merge(self, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
         """Write the encoding of Σ/divisor + error to ``wire`` [shard_bytes].
@@ -111,13 +112,15 @@ class Wire:
         self._check_floats(self.shard, error=error)
         self._check_wire("wires", wires, (self.shards, self.shard_bytes))
         self._check_wire("wire", wire, (self.shard_bytes,))
-        self._module.merge(self._number, wires, float(divisor), error, wire)
+        if self.numel:
+            self._module.merge(self._number, wires, float(divisor), error, wire)
 
     def decode(self, wire: Tensor, consensus: Tensor, target: Tensor | None = None) -> None:
         """Add the decoded ``wire`` [shards, shard_bytes] to the consensus, and copy the sum to ``target`` if given."""
         self._check_wire("wire", wire, (self.shards, self.shard_bytes))
         self._check_floats(self.numel, consensus=consensus, target=target)
-        self._module.decode(self._number, wire, consensus, target)
+        if self.numel:
+            self._module.decode(self._number, wire, consensus, target)
 
     def _check_floats(self, numel: int, **given: Tensor | None) -> None:
         for name, tensor in given.items():

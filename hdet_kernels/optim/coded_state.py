@@ -52,13 +52,10 @@ class CodedSlot:
     scales: Tensor
 
     def write(self, name: str, value: Tensor | float, scales: Tensor | None, *, decoded_before: bool = True) -> None:
-        """Write a value: codes in the same memory order as they are, anything else encoded.
+        """Write one number for all elements, numbers, or codes with their scales, with or without replicas.
 
-        Args:
-            name: The name of the state.
-            value: One number for all elements, numbers, or codes, of the shape of the codes or without its replicas.
-            scales: Those of codes.
-            decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
+        Codes in the same memory order are copied, and anything else is encoded. Numbers that may have been decoded from
+        codes (``decoded_before``) decode to the same again.
         """
         if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
             one, scale = encode_again(torch.full((1,), value, device=self.codes.device), name in SIGNED_STATES)
@@ -67,7 +64,7 @@ class CodedSlot:
             return
         if scales is not None:
             row = value if scales.dim() == 1 else value[0] if len(value) else None
-            if row is not None and _in_order(row, self.slot):
+            if row is not None and self.slot.in_order(row.stride()):
                 self.codes.copy_(value)
                 self.scales.copy_(scales)
                 return
@@ -86,11 +83,6 @@ class CodedSlot:
         flat = torch.zeros((*self.scales.shape[:-1], self.slot.numel), device=self.codes.device)
         torch.as_strided(flat, self.codes.shape, self._strides).copy_(value)
         return flat
-
-
-def _in_order(codes: Tensor, slot: Slot) -> bool:
-    """Return whether codes of one replica lie in memory in the order of the slot."""
-    return all(size == 1 or got == own for size, got, own in zip(codes.shape, codes.stride(), slot.stride, strict=True))
 
 
 def saved_codes(codes: Tensor) -> Tensor:
@@ -131,16 +123,10 @@ def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state_dict of an optimizer with 8-bit state as one with float32 state, which torch.optim loads.
+    """Return the state_dict of a fused optimizer with 8-bit state as one with float32 state, which torch.optim loads.
 
-    Args:
-        state_dict: The result of ``optimizer.state_dict()``, of any fused optimizer.
-
-    Returns:
-        A state_dict of the same numbers. State that is not in 8 bits is that of ``state_dict``, not a copy.
-
-    Raises:
-        ValueError: if ``state_dict`` is none of an optimizer, or was flattened.
+    State that is not in 8 bits is that of ``state_dict``, not a copy. What is no state_dict of an optimizer, or was
+    flattened, raises ValueError.
     """
     if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), Mapping):
         raise ValueError(

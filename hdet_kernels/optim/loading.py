@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet_kernels.checks import MOST_STEPS
 from hdet_kernels.optim.coded_state import check_coded, decoded_entries, is_coded, scale_name, with_own_shapes
 from hdet_kernels.optim.group_entries import (
     IMPLEMENTATION_OPTIONS,
@@ -32,9 +33,6 @@ from hdet_kernels.optim.options import check_own_entries, check_seed
 from hdet_kernels.optim.state_views import MASTER, MASTER_LOW, StatefulOptimizer
 from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
-
-#: The largest step count that is loaded. Counts are float32, and no run has more steps.
-_MOST_STEPS = 2**53
 
 #: Options of FusedMuon that torch.optim.Muon does not have.
 _MUON_OPTIONS = ("use_muon", "adamw_betas", "normuon", "normuon_beta2")
@@ -269,7 +267,7 @@ def _check_step(where: str, step: object, rows: set[int | None], *, counts_down:
         counts = [step]
     for count in counts:
         number = isinstance(count, int | float | np.number) and not isinstance(count, bool)
-        if not number or not (-_MOST_STEPS if counts_down else 0) <= count <= _MOST_STEPS or count % 1:
+        if not number or not (-MOST_STEPS if counts_down else 0) <= count <= MOST_STEPS or count % 1:
             raise ValueError(
                 f"{where} has step={step!r}, expected a whole number{'' if counts_down else ' of at least 0'}"
             )
@@ -320,22 +318,19 @@ class _Wrapped:
 
 def wrap_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the same state_dict with the tensors of its state wrapped."""
-    state = {
-        param: {name: _Wrapped(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
-        if isinstance(entries, Mapping)
-        else entries
-        for param, entries in state_dict["state"].items()
-    }
-    return state_dict | {"state": state}
+    wrapped = with_values(state_dict["state"], lambda value: _Wrapped(value) if isinstance(value, Tensor) else value)
+    return state_dict | {"state": wrapped}
 
 
 def unwrap_tensors(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
     """Return state that ``load_state_dict`` has mapped to parameters, with its tensors unwrapped."""
-    plain: defaultdict[Any, Any] = defaultdict(dict)
-    for param, entries in state.items():
-        plain[param] = (
-            {name: value.tensor if isinstance(value, _Wrapped) else value for name, value in entries.items()}
-            if isinstance(entries, Mapping)
-            else entries
-        )
-    return plain
+    plain = with_values(state, lambda value: value.tensor if isinstance(value, _Wrapped) else value)
+    return defaultdict(dict, plain)
+
+
+def with_values(state: Mapping[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Return the state of all parameters with every value changed."""
+    return {
+        key: {name: change(value) for name, value in entries.items()} if isinstance(entries, Mapping) else entries
+        for key, entries in state.items()
+    }

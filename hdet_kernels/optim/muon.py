@@ -230,9 +230,7 @@ class FusedMuon(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, or of torch.optim.Muon if all parameters are matrices.
 
-        Raises:
-            ValueError: with nothing changed, if an entry is missing, unknown, or has another shape or kind of value,
-                or if a group was trained by the other of Muon and AdamW.
+        Raise ValueError, with nothing changed, if it does not fit, or if the other of Muon and AdamW trained a group.
         """
         saved = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
         if isinstance(saved, list):
@@ -284,7 +282,7 @@ class FusedMuon(FusedOptimizer):
         return Buckets(ordered, kind_of=lambda param: id(param) in by_muon)
 
     def _make_flat_group(self, *arguments: Any, shares_state: bool) -> FlatGroup:
-        groups = arguments[_GROUPS]
+        *_, groups, _, _ = arguments  # those of FlatGroup; table and options come last
         if self.param_groups[groups[0]]["use_muon"]:
             return MuonGroup(self._settings, *arguments, shares_state=shares_state)
         return FlatGroup("adamw", *arguments, shares_state=shares_state)
@@ -303,9 +301,6 @@ _ADAMW_NAMES = {
     "adamw_betas": "adamw_betas",
     "betas": "adamw_betas",
 }
-
-# The place of the groups of all slots among the arguments of FlatGroup after the rule.
-_GROUPS = 4
 
 
 def _is_matrix(given: Any) -> bool:
@@ -339,7 +334,6 @@ class Piece:
     Attributes:
         slots: their slots in the flat buffer, one after the other.
         replicas: those replicas whose states these are; one where all share a state.
-        settings: how they are orthogonalised.
         update: [replicas · slots, rows, columns], a part of the scratch memory, for the update.
         push: for each replica the step that updates the momentum and writes the update.
         move: the step that moves the parameters by the update.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.checks import check_choice
+from hdet_kernels.checks import check_choice, check_flag
 from hdet_kernels.ops import DTYPES, MASTERED, STATE_DTYPES
 from hdet_kernels.sharded import part_of
 from hdet_kernels.tensors import replicas_of
@@ -75,11 +75,8 @@ class Options:
             object.__setattr__(self, "state_dtype", torch.int8)
         if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16, torch.int8)):
             raise ValueError(f'state_dtype must be torch.float32, torch.bfloat16 or "int8", got {self.state_dtype!r}')
-        if self.backend is not None and not isinstance(self.backend, str):
-            raise ValueError(f"backend must be a name of hdet_kernels.backends() or None, got {self.backend!r}")
         for name in ("stochastic_rounding", "advance_versions"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if self.master_weights and self.stochastic_rounding:
             raise ValueError(
                 f"master_weights={self.master_weights!r} and stochastic_rounding=True exclude each other: a master "

@@ -211,10 +211,8 @@ class Template(nn.Module):
         """Call ``function`` with the module while it holds ``parameters`` and ``buffers``.
 
         Other tensors that it assigns to attributes of modules belong to one replica or, under vmap, to a transform that
-        has ended. They are removed again, with one warning.
-
-        Returns:
-            The result, and the new tensors by the index of the buffer that they were assigned to.
+        has ended. They are removed again, with one warning. The new tensors of buffers are returned beside the result,
+        by the index of the buffer.
         """
         names = (*self._parameter_names, *self._buffer_names)
         tensors = {

@@ -217,13 +217,8 @@ def refuse_checkpointing() -> Iterator[None]:
     It would compute forward again in the backward pass, when the replicas' tensors are no longer in the module. Saved
     tensor hooks of the caller stay in force.
     """
-    try:
-        refused = disable_saved_tensors_hooks("torch.utils.checkpoint would compute forward again outside of vmap")
-        refused.__enter__()
-    except RuntimeError:  # the caller has hooks already
+    with contextlib.ExitStack() as block:
+        with contextlib.suppress(RuntimeError):  # the caller has hooks already
+            message = "torch.utils.checkpoint would compute forward again outside of vmap"
+            block.enter_context(disable_saved_tensors_hooks(message))
         yield
-        return
-    try:
-        yield
-    finally:
-        refused.__exit__(None, None, None)

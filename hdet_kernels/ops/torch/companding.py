@@ -59,9 +59,6 @@ BLOCKS_PER_CHUNK = CHUNK // BLOCK
 #: States that can be negative. All others are sums of squares.
 SIGNED_STATES = frozenset({"momentum_buffer", "exp_avg"})
 
-#: In place of a random number around 0: rounding to nearest.
-NEAREST = 0.0
-
 #: By whether the state is signed, the level of the scale, (1 - 2⁻²⁰)·127² or 511⁴ in float32, and the smallest scale.
 TOP = {True: 16128.984375, False: 68184113152.0}
 SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-90}
@@ -90,7 +87,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return square * square * unit
 
 
-def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, signed: bool, noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the codes and the scales of float32 values [n], or [replicas, n].
 
     ``noise`` has 16 random bits for each element; the default rounds to nearest.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients, flat_gradients
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import (
@@ -26,7 +26,7 @@ from hdet_kernels.ops.torch.companding import (
 from hdet_kernels.ops.torch.rounding import random_bits, random_bits_at, round_stochastically, rounding_key
 from hdet_kernels.ops.torch.rules import RULES, Numbers, Row, Scalar, States, where
 from hdet_kernels.split_master import split
-from hdet_kernels.tensors import in_full
+from hdet_kernels.tensors import in_full, wide_dtype
 
 
 def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
@@ -201,3 +201,17 @@ def _norm_of_slots(norm: Tensor | None, groups: Tensor, table: Tensor) -> Tensor
     if norm is None or norm.numel() == 1:
         return None if norm is None else norm.squeeze()
     return norm.reshape(-1)[groups // (len(table) // norm.numel())]
+
+
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
+    """Return the norm of the gradients of each of ``rows`` replicas."""
+    tensors = flat_gradients(grads)
+    wide = wide_dtype(chunks.device)
+    norms = torch.zeros(rows, dtype=wide, device=chunks.device)
+    each = len(tensors) // rows
+    for row in range(rows):
+        own = [grad for grad in tensors[row * each : (row + 1) * each] if grad is not None and grad.numel()]
+        if own:
+            parts = [torch.linalg.vector_norm(grad, dtype=wide) for grad in own]
+            norms[row] = torch.linalg.vector_norm(torch.stack(parts))
+    return norms

@@ -18,8 +18,6 @@ MOST = 127.0
 
 
 def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
-    if wire.numel() == 0:
-        return
     difference = x - consensus
     if error is not None:
         difference = difference + error
@@ -31,8 +29,6 @@ def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire
 
 
 def merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
-    if wire.numel() == 0:
-        return
     first, *others = _decoded(format, wires)
     for other in others:
         first = first + other
@@ -45,8 +41,6 @@ def merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire
 
 
 def decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
-    if wire.numel() == 0:
-        return
     consensus.add_(_decoded(format, wire).view(-1)[: consensus.numel()])
     if target is not None:
         target.copy_(consensus)

@@ -51,12 +51,10 @@ def _update_row(
         if grad_scale is not None:
             factor = factor / tl.load(grad_scale).to(tl.float64)
         key = key_of(tl.load(numbers + SEED), t)
+        work = (param, values, rows, order, factor.to(wide), decay.to(wide), entry, row, count, width)
         total = tl.zeros((BLOCK,), wide)
         for first in range(0, width, BLOCK):
-            g = _gradient(
-                param, values, rows, order, factor.to(wide), decay.to(wide), entry, row, first, count, width,
-                DECOUPLED, BLOCK, wide,
-            )  # fmt: skip
+            g = _gradient(work, first, DECOUPLED, BLOCK, wide)
             total += g * g
         after = tl.load(sums + row) + tl.sum(total) / width
         tl.store(sums + row, after)
@@ -64,10 +62,7 @@ def _update_row(
         rate_of_row = rate.to(wide) / (root + tl.load(numbers + EPS).to(wide))
         kept = (1 - rate * decay).to(wide)
         for first in range(0, width, BLOCK):
-            g = _gradient(
-                param, values, rows, order, factor.to(wide), decay.to(wide), entry, row, first, count, width,
-                DECOUPLED, BLOCK, wide,
-            )  # fmt: skip
+            g = _gradient(work, first, DECOUPLED, BLOCK, wide)
             column = first + tl.arange(0, BLOCK)
             at = row * width + column
             w = widened(tl.load(param + at, mask=column < width, other=0.0), wide)
@@ -77,11 +72,9 @@ def _update_row(
 
 
 @triton.jit
-def _gradient(
-    param, values, rows, order, factor, decay, entry, row, first, count, width,
-    DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
+def _gradient(work, first, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, wide: tl.constexpr):
     """Return the summed gradient of a row in the columns from ``first`` on."""
+    param, values, rows, order, factor, decay, entry, row, count, width = work
     column = first + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.zeros((BLOCK,), wide)

@@ -162,22 +162,19 @@ def _wide(kept):
 
 def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
     """Encode x − consensus + error into ``wire``."""
-    if wire.numel():
-        _launch(_encode, (x, consensus, error, *_parts(format, wire)), _tiles(format, wire), len(wire), x.numel())
+    _launch(_encode, (x, consensus, error, *_parts(format, wire)), _tiles(format, wire), len(wire), x.numel())
 
 
 def merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
     """Encode the mean of ``wires`` plus ``error`` into ``wire``."""
-    if wire.numel():
-        parts = (*_parts(format, wires), error, *_parts(format, wire))
-        _launch(_merge, parts, _tiles(format, wire), 1, len(wires), divisor)
+    parts = (*_parts(format, wires), error, *_parts(format, wire))
+    _launch(_merge, parts, _tiles(format, wire), 1, len(wires), divisor)
 
 
 def decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
     """Add the decoded ``wire`` to the consensus."""
-    if wire.numel():
-        parts = (*_parts(format, wire), consensus, target)
-        _launch(_decode, parts, _tiles(format, wire), len(wire), consensus.numel())
+    parts = (*_parts(format, wire), consensus, target)
+    _launch(_decode, parts, _tiles(format, wire), len(wire), consensus.numel())
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], tiles: int, rows: int, *sizes: float) -> None:
