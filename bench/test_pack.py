@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from bench import copy_bandwidth, implementations, measure, models
-from hdet_kernels.buckets import Piece, flat_view
 from hdet_kernels.ops.pack import Pack
+from hdet_kernels.tensors import Piece, flat_view
 
 # Number of stacked replicas, and elements of each.
 ROWS = 8

@@ -17,52 +17,21 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.checks import check_whole
+from hdet_kernels.ops.halves import read_halves, write_halves
 from hdet_kernels.sharded import Divided, divided_along, gathered_shards, is_distributed, part_of
-from hdet_kernels.split_master import read_split, write_split
 from hdet_kernels.tensors import (
     Piece,
     Slot,
-    distinct,
-    flat_view,
-    has_overlap,
     in_full,
     in_shared_memory,
     is_dense,
-    layout_hash,
-    local,
     one_replica,
     own_storage,
     replicas_of,
-    share_gradients,
     travel_dtype,
     unique,
-    wide_dtype,
 )
 from hdet_kernels.torch_internals import set_local_part
-
-__all__ = [
-    "ALIGN_BYTES",
-    "BUCKET_BYTES",
-    "Bucket",
-    "Buckets",
-    "Piece",
-    "Slot",
-    "checked_bucket_bytes",
-    "cut",
-    "distinct",
-    "flat_view",
-    "has_overlap",
-    "in_full",
-    "is_dense",
-    "layout_hash",
-    "local",
-    "one_replica",
-    "replicas_of",
-    "share_gradients",
-    "travel_dtype",
-    "unique",
-    "wide_dtype",
-]
 
 #: Bytes of one collective. A 124 M-parameter fp32 model fits into one. Every bucket pays the latency of all hops again
 #: (``bench/cost_model.py``).
@@ -165,9 +134,7 @@ class Buckets:
     def keep_masters(self, wanted: Callable[[torch.dtype], bool], *, split: bool = False) -> None:
         """Make masters of the buffers for whose dtype ``wanted`` is true.
 
-        Args:
-            wanted: whether buffers of a dtype have masters.
-            split: whether those of bf16 buffers are split (:mod:`.split_master`) and not float32 copies.
+        With ``split`` those of bf16 buffers are split (:mod:`.split_master`) and not float32 copies.
         """
 
         def master_of(flat: Tensor) -> Tensor:
@@ -215,7 +182,7 @@ class Buckets:
 
     def _joined(self, unsplit: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         split = self.split_masters
-        return tuple(read_split(*split[number]) if each is None else each for number, each in enumerate(unsplit))
+        return tuple(read_halves(*split[number]) if each is None else each for number, each in enumerate(unsplit))
 
     def write_full(self, full: Sequence[Tensor | None]) -> None:
         """Take over values that were written to the tensors of :attr:`full`: round masters, and split copies of them.
@@ -226,7 +193,7 @@ class Buckets:
             if master is None or value is None:
                 continue
             if master.dtype == torch.int16:
-                write_split(value, flat, master)
+                write_halves(value, flat, master)
             else:
                 flat.copy_(master)
 
@@ -252,10 +219,7 @@ class Buckets:
         return any((part.device, part.dtype) != (view.device, view.dtype) for part, view in pairs)
 
     def rehome(self) -> list[int]:
-        """Bring parameters that were moved away back into their slots, with the values they have now.
-
-        Returns:
-            The indices of those parameters.
+        """Bring parameters that were moved away back into their slots, with their values; return their indices.
 
         Raises:
             RuntimeError: before anything is copied, if one changed its device, dtype or shape, or was put into memory
@@ -337,11 +301,7 @@ def check_movable(index: int, param: Tensor) -> None:
 
 
 def common_replicas(params: Sequence[Tensor]) -> int | None:
-    """Return how many replicas the parameters stack; None for plain ones.
-
-    Raises:
-        ValueError: if they do not have that in common.
-    """
+    """Return how many replicas the parameters stack, None for plain ones; raise ValueError if they differ in that."""
     found = [replicas_of(param) for param in params]
     for index, count in enumerate(found):
         if count != found[0]:
@@ -354,11 +314,7 @@ def common_replicas(params: Sequence[Tensor]) -> int | None:
 
 
 def tied_to(params: Sequence[Tensor]) -> list[int]:
-    """Return for each parameter the index of the first one with exactly the same memory: its own, if it is not tied.
-
-    Raises:
-        ValueError: if two of them share a part of their memory.
-    """
+    """Return for each parameter the index of the first one with exactly the same memory: its own, if it is not tied."""
     owner = list(range(len(params)))
     filled = [i for i in owner if params[i].numel()]
     filled.sort(key=lambda i: (str(params[i].device), params[i].data_ptr(), i))

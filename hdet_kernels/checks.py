@@ -4,6 +4,9 @@ Every message has the argument's name, what was expected, the value, and where i
 wrong kind (text, None, a bool or a list in the place of a number) raises TypeError. A number out of range, a fraction
 in the place of a whole number and an unknown choice raise ValueError, as in torch.
 
+``name`` is how the message names the argument, ``expected`` what it should be, in words that follow "must be", and
+``remedy`` what to do instead.
+
 Numbers of numpy and tensors without dimensions count as numbers. The checks return them as plain Python numbers, which
 ``torch.load(weights_only=True)`` reads from a checkpoint.
 """
@@ -11,6 +14,7 @@ Numbers of numpy and tensors without dimensions count as numbers. The checks ret
 from __future__ import annotations
 
 import math
+import operator
 import reprlib
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -25,9 +29,6 @@ Kind = TypeVar("Kind")
 #: Most steps of a run or a cycle: up to here floats tell all whole numbers apart.
 MOST_STEPS = 2**53
 
-#: Longest text of a value in a message.
-_LONGEST = 120
-
 
 def check_number(
     name: str,
@@ -41,14 +42,8 @@ def check_number(
 ) -> float:
     """Return ``value`` as a float; raise unless it is a finite number within the bounds.
 
-    Args:
-        name: how the message names the argument.
-        value: what was given.
-        at_least: lowest value.
-        above: the value must be greater than this.
-        at_most: highest value.
-        below: the value must be less than this.
-        remedy: what to do instead, at the end of the message.
+    ``at_least`` and ``at_most`` are the lowest and the highest value; it must be greater than ``above`` and less than
+    ``below``.
     """
     expected = f"a finite number{_bounds(at_least, above, at_most, below)}"
     number = _float(name, value, expected, remedy)
@@ -60,15 +55,7 @@ def check_number(
 def check_whole(
     name: str, value: object, *, at_least: int | None = None, at_most: int | None = None, remedy: str = ""
 ) -> int:
-    """Return ``value`` as an int; raise unless it is a whole number (no bool, no float) within the bounds.
-
-    Args:
-        name: how the message names the argument.
-        value: what was given.
-        at_least: lowest value.
-        at_most: highest value.
-        remedy: what to do instead, at the end of the message.
-    """
+    """Return ``value`` as an int; raise unless it is a whole number (no bool, no float) within the bounds."""
     expected = f"a whole number{_bounds(at_least, None, at_most, None)}"
     given = _real(name, value, expected, remedy)
     if not isinstance(given, Integral) or not _within(given, at_least, None, at_most, None):
@@ -85,14 +72,7 @@ def check_steps(name: str, value: object, *, remedy: str = "") -> int:
 
 
 def check_share(name: str, value: object, *, below_one: bool = False, remedy: str = "") -> float:
-    """Return ``value`` as a float; raise unless it is a number between 0 and 1.
-
-    Args:
-        name: how the message names the argument.
-        value: what was given.
-        below_one: whether 1 itself is refused.
-        remedy: what to do instead, at the end of the message.
-    """
+    """Return ``value`` as a float; raise unless it is a number between 0 and 1, or below 1 with ``below_one``."""
     expected = f"a number between 0 and 1{' (excluded)' if below_one else ''}"
     number = _float(name, value, expected, remedy)
     if not (0 <= number < 1 or (number == 1 and not below_one)):
@@ -131,15 +111,7 @@ def check_callable(name: str, value: object, call: str, *, remedy: str = "") -> 
 
 
 def check_kind(name: str, value: Kind, kind: type[Any], expected: str, *, remedy: str = "") -> Kind:
-    """Return ``value``; raise TypeError unless it is an instance of ``kind``.
-
-    Args:
-        name: how the message names the argument.
-        value: what was given.
-        kind: the class.
-        expected: the class in words, as in ``"a torch.optim.Optimizer"``.
-        remedy: what to do instead, at the end of the message.
-    """
+    """Return ``value``; raise TypeError unless it is an instance of ``kind``, in words ``expected``."""
     if isinstance(value, type) and issubclass(value, kind):
         raise TypeError(f"{name} must be {expected}, got the class {value.__name__} itself: pass an instance of it")
     if not isinstance(value, kind):
@@ -150,14 +122,9 @@ def check_kind(name: str, value: Kind, kind: type[Any], expected: str, *, remedy
 def check_sequence(
     name: str, value: object, expected: str, *, length: int | None = None, remedy: str = ""
 ) -> list[Any]:
-    """Return ``value`` as a list; raise unless it is a list, a tuple, an array or a tensor [n].
+    """Return ``value`` as a list; raise unless it is a list, a tuple, an array or a tensor [n], of a given ``length``.
 
-    Args:
-        name: how the message names the argument.
-        value: what was given. Text and mappings are no sequences, and neither are generators, which can be read once.
-        expected: what it should be, as in ``"a pair of numbers"``.
-        length: how many entries it must have.
-        remedy: what to do instead, at the end of the message.
+    Text and mappings are no sequences, and neither are generators, which can be read once.
     """
     if isinstance(value, np.ndarray | Tensor) and value.ndim == 1 and not getattr(value, "is_meta", False):
         value = value.tolist()
@@ -171,13 +138,7 @@ def check_sequence(
 def each(check: Callable[..., Kind], name: str, value: object, count: int, of: str, **bounds: Any) -> list[Kind]:
     """Return one checked number for each of ``count`` things: of one number for all, or of a list of as many.
 
-    Args:
-        check: the check of one number, such as :func:`check_number`.
-        name: how the message names the argument.
-        value: one number, or a list of ``count``.
-        count: how many.
-        of: what there are so many of, as in ``"parameter groups"``.
-        bounds: passed to ``check``.
+    ``check`` checks one of them, within ``bounds``; ``of`` says what there are so many of.
     """
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
         return [check(name, value, **bounds)] * count
@@ -236,37 +197,24 @@ def _message(name: str, value: object, expected: str, remedy: str, verb: str = "
     return f"{name} must {verb} {expected}, got {spell(value)}{': ' if remedy else ''}{remedy}"
 
 
-def _short_texts() -> reprlib.Repr:
-    """Return a ``repr`` whose texts are short, whatever the value; one that raises is named by its class."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = _LONGEST
-    short.maxlist = short.maxtuple = short.maxset = short.maxdict = 4
-    return short
+# A ``repr`` whose texts are short, whatever the value; one that raises is named by its class.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 4
 
 
-_SHORT = _short_texts()
+# The limits of a number in their order, at_least, above, at_most and below: in words, and what they ask.
+_LIMITS = (("of at least", operator.ge), ("above", operator.gt), ("of at most", operator.le), ("below", operator.lt))
 
 
-def _bounds(at_least: float | None, above: float | None, at_most: float | None, below: float | None) -> str:
-    """Return the bounds in words, to follow "a number"."""
+def _bounds(*limits: float | None) -> str:
+    """Return the limits in words, to follow "a number"."""
+    at_least, _, at_most, _ = limits
     if at_least is not None and at_most is not None:
         return f" from {at_least} to {at_most}"
-    words = [
-        f"of at least {at_least}" if at_least is not None else "",
-        f"above {above}" if above is not None else "",
-        f"of at most {at_most}" if at_most is not None else "",
-        f"below {below}" if below is not None else "",
-    ]
-    found = [word for word in words if word]
+    found = [f"{words} {limit}" for (words, _), limit in zip(_LIMITS, limits, strict=True) if limit is not None]
     return f" {' and '.join(found)}" if found else ""
 
 
-def _within(
-    number: Any, at_least: float | None, above: float | None, at_most: float | None, below: float | None
-) -> bool:
-    return (
-        (at_least is None or number >= at_least)
-        and (above is None or number > above)
-        and (at_most is None or number <= at_most)
-        and (below is None or number < below)
-    )
+def _within(number: Any, *limits: float | None) -> bool:
+    return all(limit is None or holds(number, limit) for (_, holds), limit in zip(_LIMITS, limits, strict=True))

@@ -79,12 +79,9 @@ def distributed_like(param: Tensor, part: Tensor) -> Tensor:
 
 
 def part_like(param: Tensor, value: Tensor) -> Tensor:
-    """Return this process's part of ``value``, divided as ``param`` is.
+    """Return this process's part of ``value``, which has the shape of the whole parameter, divided as ``param`` is.
 
-    Args:
-        param: a parameter, distributed or not.
-        value: a tensor of the shape of the whole parameter. A distributed one may be divided in another way over the
-            same mesh: it is then redistributed, by all processes of the mesh.
+    A distributed value may be divided in another way over the same mesh: its processes then redistribute it.
     """
     if not is_distributed(param):
         return value
@@ -129,25 +126,16 @@ def gradient_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
 def norm_over_meshes(norms: Iterable[tuple[Tensor, Divided]]) -> Tensor:
     """Return the norm of everything that the processes hold together, with one collective for each mesh.
 
-    Args:
-        norms: norms of parts that this process has, and along which dimensions the whole is divided. Of what several
-            processes have alike, each counts its own once.
-
-    Returns:
-        A number on the device of the first norm, the same on every process.
+    Given are norms of parts that this process has, and along which dimensions the whole is divided. Of what several
+    processes have alike, each counts its own once. The result is on the device of the first norm.
     """
-    sums: list[tuple[Divided, Tensor]] = []
+    sums: dict[tuple[Divided, torch.device], Tensor] = {}
     for norm, divided in norms:
-        square = norm.square()
-        for index, (known, total) in enumerate(sums):
-            if known == divided and total.device == square.device:
-                sums[index] = (known, total + square)
-                break
-        else:
-            sums.append((divided, square))
-    device = sums[0][1].device
+        key = divided, norm.device
+        sums[key] = sums[key] + norm.square() if key in sums else norm.square()
+    device = next(iter(sums))[1]
     totals = []
-    for divided, total in sums:
+    for (divided, _), total in sums.items():
         for mesh, dimension in divided or ():
             if total.device.type != mesh.device_type:  # parameters that FSDP offloads are on the CPU
                 total = total.to(mesh.device_type)
@@ -162,13 +150,14 @@ def gathered_shards(params: Sequence[Tensor]) -> dict[int, ShardRecord]:
     FSDP2 (``fully_shard``) keeps the shard of a parameter as a DTensor, and a second tensor over the same memory: flat,
     and padded to the length of the largest shard. That one is sent when the parameter is gathered, so both must move
     together.
-
-    Raises:
-        RuntimeError: if this version of torch keeps its records elsewhere.
     """
     wanted = set(map(id, params))
-    records = [record for group in _groups_of(params) for record in group.records]
-    return {id(record.param): record for record in records if id(record.param) in wanted}
+    return {
+        id(record.param): record
+        for records, _ in _groups_of(params)
+        for record in records
+        if id(record.param) in wanted
+    }
 
 
 def drop_gathered(params: Sequence[Tensor]) -> None:
@@ -177,12 +166,12 @@ def drop_gathered(params: Sequence[Tensor]) -> None:
     A forward pass without a backward pass leaves the parameters of the root module gathered, and the next one would
     use these: after an evaluation, the values from before an average.
     """
-    for group in _groups_of(params):
-        group.reshard()
+    for _, reshard in _groups_of(params):
+        reshard()
 
 
-def _groups_of(params: Sequence[Tensor]) -> list[Any]:
+def _groups_of(params: Sequence[Tensor]) -> list[tuple[list[ShardRecord], Callable[[], None]]]:
     """Return FSDP's groups that have one of ``params``."""
     wanted = {id(param) for param in params if is_distributed(param)}
     groups = fsdp_groups() if wanted else []
-    return [group for group in groups if any(id(record.param) in wanted for record in group.records)]
+    return [group for group in groups if any(id(record.param) in wanted for record in group[0])]

@@ -11,15 +11,10 @@ and keeps the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 _INFINITY = 0x7F800000
-
-# The elements of a flat buffer that are converted at a time, which bounds the memory for what is between.
-_AT_ONCE = 2**22
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,29 +36,6 @@ def joined(param: Tensor, low: Tensor) -> Tensor:
     rounded = bits & 0x7FFFFFFF
     magnitude = torch.minimum((rounded + low).clamp_(min=0), rounded.clamp(min=_INFINITY))
     return magnitude.bitwise_or_(bits & -0x80000000).view(torch.float32)
-
-
-def read_split(param: Tensor, low: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the float32 masters of buffers of any size: 1-D, or [rows, n] of which rows may lie apart.
-
-    They are written to ``out``, if given.
-    """
-    master = torch.empty(param.shape, dtype=torch.float32, device=param.device) if out is None else out
-    for to, *halves in _in_parts(master, param, low):
-        to.copy_(joined(*halves))
-    return master
-
-
-def write_split(master: Tensor, param: Tensor, low: Tensor) -> None:
-    """Write float32 masters to buffers of any size, as :func:`read_split` takes them."""
-    for part, *halves in _in_parts(master, param, low):
-        for to, half in zip(halves, split(part), strict=True):
-            to.copy_(half)
-
-
-def _in_parts(*flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    for rows in zip(*(flat.unbind() if flat.dim() > 1 else (flat,) for flat in flats), strict=True):
-        yield from zip(*(row.split(_AT_ONCE) for row in rows), strict=True)
 
 
 def low_of_copy(master: Tensor) -> Tensor:

@@ -44,6 +44,11 @@ class Slot:
         shape, stride = (flat.shape[0], *self.shape), (flat.stride(0), *self.stride)
         return torch.as_strided(flat, shape, stride, self.offset)
 
+    def in_order(self, strides: Sequence[int]) -> bool:
+        """Return whether a tensor of the slot's shape with these strides has its elements in the order of the slot."""
+        each = zip(self.shape, strides, self.stride, strict=True)
+        return all(size == 1 or got == own for size, got, own in each)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -98,10 +103,7 @@ def local(tensor: Tensor) -> Tensor:
 def flat_view(tensor: Tensor) -> Tensor:
     """Return the elements of a dense tensor in memory order, as a 1-D view of the same memory.
 
-    Complex elements become pairs of reals.
-
-    Raises:
-        ValueError: If the elements have gaps or overlap in memory.
+    Complex elements become pairs of reals. Elements with gaps or overlaps in memory raise ValueError.
     """
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -192,11 +194,7 @@ def layout_hash(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -
 
 
 def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors in order, each object once (tied parameters are one object).
-
-    Raises:
-        TypeError: If a single tensor is given, or something that is no tensor.
-    """
+    """Return the tensors in order, each object once (tied parameters are one object); raise TypeError for others."""
     if isinstance(tensors, Tensor):
         raise TypeError("expected several tensors, such as model.parameters(), got a single one; pass [tensor]")
     if isinstance(tensors, str | bytes | Mapping) or not isinstance(tensors, Iterable):
@@ -212,11 +210,7 @@ def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors in order, each memory once (tied tensors share all of it).
-
-    Raises:
-        ValueError: If two tensors share only a part of their memory.
-    """
+    """Return the tensors in order, each memory once; raise ValueError if two share only a part of theirs."""
     kept: dict[object, Tensor] = {}
     for tensor in tensors:
         # Dense tensors over the same memory have the same elements, whatever their shapes.

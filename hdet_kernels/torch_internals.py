@@ -180,30 +180,15 @@ class ShardRecord:
         self.record._sharded_param_data = memory
 
 
-@dataclass(frozen=True)
-class FSDPGroup:
-    """Parameters that FSDP gathers together: ``FSDPParamGroup``, in torch 2.11 to 2.13; see :func:`fsdp_groups`."""
-
-    group: Any
-
-    @property
-    def records(self) -> list[ShardRecord]:
-        return [ShardRecord(record) for record in self.group.fsdp_params]
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
-        self.group.reshard()
-
-
-def fsdp_groups() -> list[FSDPGroup]:
+def fsdp_groups() -> list[tuple[list[ShardRecord], Callable[[], None]]]:
     """Return all groups of parameters of FSDP2 in this process; none if it is not in use.
+
+    Of each there are the records of its parameters, and a function that frees the gathered ones: ``FSDPParamGroup``, in
+    torch 2.11 to 2.13.
 
     The groups are known to the modules, and an optimizer has parameters only. ``_module_state_mapping`` of
     ``torch.distributed._composable_state`` has all modules, in torch 2.11 to 2.13. Without it optimizers refuse
     parameters that FSDP shards.
-
-    Raises:
-        RuntimeError: if this version of torch keeps them elsewhere.
     """
     if "torch.distributed.fsdp._fully_shard" not in sys.modules:
         return []
@@ -218,7 +203,7 @@ def fsdp_groups() -> list[FSDPGroup]:
             f"torch {torch.__version__} does not keep sharded parameters where this version of hdet_kernels looks for "
             f"them ({error}): use torch 2.11 to 2.13 with fully_shard"
         ) from error
-    return list(map(FSDPGroup, groups.values()))
+    return [([ShardRecord(record) for record in group.fsdp_params], group.reshard) for group in groups.values()]
 
 
 def _groups_of(state: Any) -> list[Any]:

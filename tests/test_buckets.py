@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hdet_kernels import Buckets
-from hdet_kernels.buckets import (
-    ALIGN_BYTES,
-    BUCKET_BYTES,
-    Bucket,
-    Slot,
-    cut,
-    travel_dtype,
-)
+from hdet_kernels.buckets import ALIGN_BYTES, BUCKET_BYTES, Bucket, cut
 from hdet_kernels.stack import StackedParameter
+from hdet_kernels.tensors import Slot, travel_dtype
 
 PROPERTY = settings(deadline=None, max_examples=60)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex64]

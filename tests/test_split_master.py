@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels import split_master
-from hdet_kernels.split_master import copy_of, joined, low_of_copy, read_split, split, write_split
+from hdet_kernels.ops import halves
+from hdet_kernels.ops.halves import read_halves, write_halves
+from hdet_kernels.split_master import copy_of, joined, low_of_copy, split
 
 BF16 = torch.bfloat16
 INF = float("inf")
@@ -87,9 +88,10 @@ def test_a_copy_becomes_a_split_master_and_back_with_its_parameters() -> None:
 
 
 def test_buffers_are_converted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_master, "_AT_ONCE", 7)
+    monkeypatch.setattr(halves, "_AT_ONCE", 7)
     master = torch.randn(2, 24)
     param, low = torch.empty(2, 24, dtype=BF16), torch.empty(2, 24, dtype=torch.int16)
-    write_split(master, param, low)
-    assert torch.equal(read_split(param, low), master)
-    assert torch.equal(param, split(master)[0])
+    for backend in ("torch", None):
+        write_halves(master, param.zero_(), low.zero_(), backend=backend)
+        assert torch.equal(read_halves(param, low, backend=backend), master)
+        assert torch.equal(param, split(master)[0])

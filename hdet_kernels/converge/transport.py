@@ -23,12 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.buckets import Bucket, Piece, cut
+from hdet_kernels.buckets import Bucket, cut
 from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.split_masters import Region, SplitRegion, outline
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
 from hdet_kernels.ops.pack import Pack
+from hdet_kernels.tensors import Piece
 
 # Transfers that run at the same time.
 IN_FLIGHT = 2

@@ -5,8 +5,7 @@ The flow through this folder, for one optimizer step::
     table         hyperparameters, one row for each parameter group (and replica), on the device
     chunks        where the parameters (of R replicas) lie in a flat buffer and where their gradients are
         │
-    step          Step: checks its arguments once, then updates parameters and states in place
-    reduce        grad_norm: the norm of all gradients
+    step          Step: checks its arguments once, then updates parameters and states in place; grad_norm
     rowwise       rowwise_adagrad_: row-wise Adagrad on an embedding table, for the rows that a gradient touches
     newton_schulz  orthogonalise_: Muon's orthogonalisation of many matrices
     pack          Pack: pieces of tensors to and from one staging buffer
@@ -26,7 +25,6 @@ launches does not depend on the number of tensors, and none of them waits for th
 This module only re-exports the public names. The modules of this folder import from each other, never from here.
 """
 
-from hdet_kernels.ops.reduce import grad_norm
 from hdet_kernels.ops.step import (
     DTYPES,
     MASTERED,
@@ -36,6 +34,7 @@ from hdet_kernels.ops.step import (
     Scalars,
     Step,
     StepArguments,
+    grad_norm,
 )
 
 __all__ = [

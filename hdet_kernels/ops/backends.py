@@ -62,10 +62,6 @@ def resolve(device: torch.device | str, requested: str | None = None) -> str:
 
     It is ``requested`` if given, else that of :func:`use_backend`, else that of ``HDET_BACKEND``, else the fastest
     available. A request that cannot be met raises; it never falls back to another backend.
-
-    Raises:
-        ValueError: If the backend is unknown or cannot serve tensors on ``device``.
-        RuntimeError: If the backend cannot be used here.
     """
     kind = torch.device(device).type
     serving = serving_on(kind)

@@ -82,8 +82,7 @@ class ChunkTable:
     Args:
         slots: The parameters of the buffer, each once.
         table_rows: For each slot, its row of the hyperparameter table.
-        device: The device of the buffer.
-        dtype: The dtype of the buffer.
+        device, dtype: Those of the buffer.
 
     Attributes:
         extent: The least number of elements that the flat buffer must have.
@@ -101,6 +100,8 @@ class ChunkTable:
         self.entries = tuple(slots)
         self.table_rows = tuple(table_rows)
         self.device, self.dtype = device, dtype
+        #: How many replicas the slots are of; None for gradients without a dimension of replicas.
+        self._held: int | None = None
         table = [(slot.offset, slot.numel, row) for slot, row in zip(slots, table_rows, strict=True)]
         spans = np.array(table, dtype=np.int64).reshape(-1, 3)
         self.slots = torch.from_numpy(spans).to(device)
@@ -168,7 +169,7 @@ class ChunkTable:
         return self._gradients.tensor
 
     def _matched(self, grads: Sequence[Tensor | None], table: NDArray[np.int64], **found: bool) -> MatchedGradients:
-        return MatchedGradients(grads, table, **found)
+        return MatchedGradients(grads, table, replicas=self._held, **found)
 
     def _for_all_replicas(self, table: NDArray[np.int64], layout: int) -> NDArray[np.int64]:
         """Return the gradient table of all replicas, given that of the first and the number of the layout."""
@@ -211,7 +212,7 @@ class ChunkTable:
                 f"the gradient of parameter {index}, of shape {slot.shape}, is {grad.dtype}, and its parameter "
                 f"{self.dtype}: the imaginary part would be lost; give it a real gradient, as in gradient.real"
             )
-        if grad.dtype in self._numbers and _same_order(slot, grad.stride()):
+        if grad.dtype in self._numbers and slot.in_order(grad.stride()):
             return grad
         dtype = grad.dtype if grad.dtype in self._numbers else self.dtype
         return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=self.device).copy_(grad)
@@ -227,8 +228,7 @@ class StackedTable(ChunkTable):
     Args:
         slots: The parameters of one replica.
         table_rows: For each slot, its row of the hyperparameter table within one replica's rows.
-        device: The device of the buffer.
-        dtype: The dtype of the buffer.
+        device, dtype: Those of the buffer.
         replicas: The number of replicas.
         row_stride: Elements from one replica to the next in the flat buffer.
         table_rows_per_replica: Rows of the hyperparameter table that each replica has.
@@ -252,18 +252,11 @@ class StackedTable(ChunkTable):
         moved = [replace(slot, offset=slot.offset + r * row_stride) for r in held for slot in slots]
         own_rows = [row + r * table_rows_per_replica for r in held for row in table_rows]
         super().__init__(moved, own_rows, device, dtype)
-        contiguous = list(map(is_contiguous, slots))
-        strides = [slot.stride for slot in slots]
-        counts = [replicas * slot.numel for slot in slots]
-        shared = [_layout(count, (0, *stride)) for count, stride in zip(counts, strides, strict=True)]
-        local = [
-            _layout(count, () if plain else (slot.numel, *slot.stride))
-            for count, plain, slot in zip(counts, contiguous, slots, strict=True)
-        ]
+        shared = [_layout(replicas * slot.numel, (0, *slot.stride)) for slot in slots]
+        own = [() if is_contiguous(slot) else (slot.numel, *slot.stride) for slot in slots]
+        local = [_layout(replicas * slot.numel, strides) for slot, strides in zip(slots, own, strict=True)]
         self._expect(slots, [shared] if shares_state and replicas > 1 else [shared, local])
-
-    def _matched(self, grads: Sequence[Tensor | None], table: NDArray[np.int64], **found: bool) -> MatchedGradients:
-        return MatchedGradients(grads, table, replicas=len(self.entries) // max(len(self._expected), 1), **found)
+        self._held = len(held)
 
     def _for_all_replicas(self, table: NDArray[np.int64], layout: int) -> NDArray[np.int64]:
         numels = np.array([slot.numel for slot in self._expected], dtype=np.int64)
@@ -322,11 +315,6 @@ def _dtypes_for(param: torch.dtype) -> dict[torch.dtype, int]:
     """
     wide = param == torch.float64
     return {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES) if (dtype == torch.float64) == wide}
-
-
-def _same_order(slot: Slot, strides: Sequence[int]) -> bool:
-    each = zip(slot.shape, strides, slot.stride, strict=True)
-    return all(size == 1 or got == own for size, got, own in each)
 
 
 def _layout(numel: int, strides: Sequence[int]) -> tuple[int, ...]:

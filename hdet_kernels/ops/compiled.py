@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
-from hdet_kernels.ops.pack import MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MatchedTensors, Pack
 from hdet_kernels.ops.rowwise import RowWiseArguments
 from hdet_kernels.ops.step import Scalars, StepArguments
 
@@ -41,20 +41,29 @@ def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
     return torch.ops.hdet_kernels.grad_norm(chunks.chunks, chunks.point_at(grads), rows)
 
 
-def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+def pack(table: Pack, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
     torch.ops.hdet_kernels.pack(table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
 
 
-def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+def unpack(table: Pack, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
     torch.ops.hdet_kernels.unpack(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
 
 
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Return the operators that encode, merge and decode."""
-    library = torch.ops.hdet_kernels
-    return library.encode.default, library.merge.default, library.decode.default
+def encode(*given: Any) -> None:
+    """Encode x − consensus + error."""
+    torch.ops.hdet_kernels.encode(*given)
+
+
+def merge(*given: Any) -> None:
+    """Encode the mean of what was received, plus the error."""
+    torch.ops.hdet_kernels.merge(*given)
+
+
+def decode(*given: Any) -> None:
+    """Add what was decoded to the consensus."""
+    torch.ops.hdet_kernels.decode(*given)
 
 
 def rowwise_adagrad(given: RowWiseArguments) -> None:

@@ -1,8 +1,7 @@
 """Packing: pieces of tensors that lie anywhere, gathered into one contiguous staging buffer and scattered back.
 
 Each direction is one launch, whatever the number of tensors. A tensor may hold several replicas as its rows: packing
-takes the mean of the included rows, and unpacking writes all of them. :class:`PieceTable` has the tables on the device
-that the kernels walk.
+takes the mean of the included rows, and unpacking writes all of them.
 """
 
 from __future__ import annotations
@@ -35,11 +34,31 @@ STAGED_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 _dtype_of = attrgetter("dtype")
 
 
+class MatchedTensors(NamedTuple):
+    """Tensors that were checked against their slots, with their addresses and dtypes.
+
+    :meth:`Pack.match` makes them, so their addresses are safe to hand to a kernel.
+    """
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+    dtypes: list[torch.dtype]
+
+
 class Pack:
     """Copies between pieces of tensors and one staging buffer; checked once, called often.
 
     The staging buffer has :attr:`numel` elements, the pieces one after another. A float32 staging buffer takes float32,
     bfloat16 and float16 tensors in any mix, a float64 one takes float64 tensors. Tensors without a piece are ignored.
+    These tables on the device describe the pieces, where a *slot* is a tensor that has a piece:
+
+    ========== =========== ============================================================== ========================
+    table      shape       an entry                                                       is written
+    ========== =========== ============================================================== ========================
+    chunks     [chunks, 4] offset in the staging buffer, offset in a replica, count, slot once
+    strides    [slots]     elements from one replica of the tensor to the next            once
+    places     [slots, 2]  address of the tensor; index of its dtype in GRADIENT_DTYPES   when a tensor has moved
+    ========== =========== ============================================================== ========================
 
     Args:
         numels: For each tensor, the elements of one of its rows.
@@ -48,10 +67,6 @@ class Pack:
         dtype: The dtype of the staging buffer.
         rows: The number of replicas that each tensor holds as its rows.
         backend: A backend by name; the fastest available by default.
-
-    Raises:
-        ValueError: If pieces overlap or reach beyond a tensor, or ``rows`` is out of range.
-        TypeError: If there is no staging buffer of ``dtype``.
     """
 
     def __init__(
@@ -71,8 +86,25 @@ class Pack:
             raise ValueError(f"rows must be 1 to {MOST_ROWS}, got {rows}; stack fewer replicas in one process")
         _check_pieces(numels, pieces)
         self.backend = resolve(device, backend)
-        self.table = PieceTable(numels, pieces, rows, device, dtype)
-        self.device, self.dtype, self.rows, self.numel = self.table.device, dtype, rows, self.table.numel
+        self.rows, self.device, self.dtype = rows, torch.empty(0, device=device).device, dtype
+        filled = [piece for piece in pieces if piece.stop > piece.start]
+        # The index of each slot's tensor.
+        self.indices = sorted({piece.index for piece in filled})
+        slot_of = {index: slot for slot, index in enumerate(self.indices)}
+        #: Of each piece the slot of the tensor, and the first and last element (excluded).
+        self.spans = [(slot_of[piece.index], piece.start, piece.stop) for piece in filled]
+        slots, starts, stops = np.array(self.spans, dtype=np.int64).reshape(-1, 3).T
+        counts = stops - starts
+        self.numel = int(counts.sum())
+        spans = np.stack([np.cumsum(counts) - counts, starts, counts, slots], axis=1)
+        self.chunks = torch.from_numpy(chunks_of(spans)).to(device)
+        strides = [numels[index] for index in self.indices]
+        self.strides = torch.tensor(strides, dtype=torch.int64, device=device)
+        self._places = Staged((len(self.indices), 2), torch.int64, device)
+        self._known: tuple[list[int], list[torch.dtype], NDArray[np.int64]] | None = None
+        self._count = len(numels)
+        self._counts = [rows * stride for stride in strides]
+        self._all = self.indices == list(range(len(numels)))
         self._limits = torch.finfo(dtype).tiny, torch.finfo(dtype).max
         self._module = implementation(self.backend, "pack")
 
@@ -96,13 +128,13 @@ class Pack:
                 included, the staging buffer becomes zeros.
             divisor: A positive number.
         """
-        matched = self.table.match(tensors)
+        matched = self.match(tensors)
         self._check_staging(staging, divisor)
         mask = self._mask(included)
         if mask == 0:
             staging.zero_()
         else:
-            self._module.pack(self.table, matched, mask, divisor, staging)
+            self._module.pack(self, matched, mask, divisor, staging)
 
     @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor], staging: Tensor, divisor: float = 1.0) -> None:
@@ -110,125 +142,16 @@ class Pack:
 
         Ties round to even. The arguments are those of :meth:`pack`.
         """
-        matched = self.table.match(tensors)
+        matched = self.match(tensors)
         self._check_staging(staging, divisor)
-        self._module.unpack(self.table, matched, divisor, staging)
+        self._module.unpack(self, matched, divisor, staging)
         # The operators write through addresses, which autograd does not see. As after any write in place, it must learn
         # that tensors which it saved have changed.
         if not any(map(Tensor.is_inference, matched.tensors)):  # inference tensors have no version
             torch.autograd.graph.increment_version(matched.tensors)
 
-    def _mask(self, included: Sequence[bool] | None) -> int:
-        """Return a mask with a bit for each included row, as a signed 64-bit number."""
-        if included is None:
-            mask = (1 << self.rows) - 1
-        elif len(included) == self.rows:
-            mask = sum(1 << row for row, taken in enumerate(included) if taken)
-        else:
-            raise ValueError(f"included must have an entry for each of {self.rows} rows, got {len(included)}")
-        return mask - (1 << MOST_ROWS) if mask >> (MOST_ROWS - 1) else mask
-
-    def _check_staging(self, staging: Tensor, divisor: float) -> None:
-        got = staging.dtype, staging.device, tuple(staging.shape)
-        if got != (self.dtype, self.device, (self.numel,)) or not staging.is_contiguous():
-            raise ValueError(
-                f"the staging buffer must be {self.numel} contiguous elements of {self.dtype} on {self.device}, got "
-                f"{staging.dtype} of shape {tuple(staging.shape)} on {staging.device}; pass a slice of a longer buffer"
-            )
-        least, most = self._limits
-        if not least <= divisor <= most:
-            raise ValueError(f"the divisor must be a positive number that {self.dtype} can hold, got {divisor}")
-
-
-def _check_pieces(numels: Sequence[int], pieces: Sequence[Piece]) -> None:
-    for number, piece in enumerate(pieces):
-        if not 0 <= piece.index < len(numels):
-            raise ValueError(f"piece {number} is of tensor {piece.index}, and there are {len(numels)} tensors")
-        if not 0 <= piece.start <= piece.stop <= numels[piece.index]:
-            raise ValueError(
-                f"piece {number} is elements {piece.start} to {piece.stop} of tensor {piece.index}, which has "
-                f"{numels[piece.index]}"
-            )
-    filled = [piece for piece in pieces if piece.stop > piece.start]
-    for before, after in pairwise(sorted(filled, key=lambda piece: (piece.index, piece.start))):
-        if before.index == after.index and after.start < before.stop:
-            raise ValueError(
-                f"pieces {before} and {after} overlap; unpacking would write the same elements twice, so every element "
-                "may be in one piece only"
-            )
-
-
-class Spans(NamedTuple):
-    """The pieces of a table, one entry each: the slot of the tensor, and the first and last element (excluded)."""
-
-    slots: list[int]
-    starts: list[int]
-    stops: list[int]
-
-
-class MatchedTensors(NamedTuple):
-    """Tensors that were checked against their slots, with their addresses and dtypes.
-
-    :meth:`PieceTable.match` makes them, so their addresses are safe to hand to a kernel.
-    """
-
-    tensors: Sequence[Tensor]
-    addresses: list[int]
-    dtypes: list[torch.dtype]
-
-
-class PieceTable:
-    """The tables on the device that describe the pieces of a staging buffer. A *slot* is a tensor that has a piece.
-
-    ========== =========== ============================================================== ========================
-    table      shape       an entry                                                       is written
-    ========== =========== ============================================================== ========================
-    chunks     [chunks, 4] offset in the staging buffer, offset in a replica, count, slot once
-    strides    [slots]     elements from one replica of the tensor to the next            once
-    places     [slots, 2]  address of the tensor; index of its dtype in GRADIENT_DTYPES   when a tensor has moved
-    ========== =========== ============================================================== ========================
-
-    Args:
-        numels: For each tensor, the elements of one replica.
-        pieces: The pieces, in the order of the staging buffer.
-        rows: The number of replicas in each tensor.
-        device: The device of tensors and staging buffer.
-        dtype: The dtype of the staging buffer.
-    """
-
-    def __init__(
-        self, numels: Sequence[int], pieces: Sequence[Piece], rows: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.rows, self.device, self.dtype = rows, torch.empty(0, device=device).device, dtype
-        filled = [piece for piece in pieces if piece.stop > piece.start]
-        # The index of each slot's tensor.
-        self.indices = sorted({piece.index for piece in filled})
-        slot_of = {index: slot for slot, index in enumerate(self.indices)}
-        self.spans = Spans(
-            [slot_of[piece.index] for piece in filled],
-            [piece.start for piece in filled],
-            [piece.stop for piece in filled],
-        )
-        slots, starts, stops = np.array(self.spans, dtype=np.int64).reshape(3, -1)
-        counts = stops - starts
-        self.numel = int(counts.sum())
-        spans = np.stack([np.cumsum(counts) - counts, starts, counts, slots], axis=1)
-        self.chunks = torch.from_numpy(chunks_of(spans)).to(device)
-        strides = [numels[index] for index in self.indices]
-        self.strides = torch.tensor(strides, dtype=torch.int64, device=device)
-        self._places = Staged((len(self.indices), 2), torch.int64, device)
-        self._known: tuple[list[int], list[torch.dtype], NDArray[np.int64]] | None = None
-        self._count = len(numels)
-        self._counts = [rows * stride for stride in strides]
-        self._all = self.indices == list(range(len(numels)))
-
     def match(self, tensors: Sequence[Tensor]) -> MatchedTensors:
-        """Check the tensors, one for each of ``numels``, and return those that have a piece.
-
-        Raises:
-            ValueError: If a tensor that has a piece has another size, layout or device, or was freed.
-            TypeError: If its dtype does not fit the staging buffer.
-        """
+        """Check the tensors, one for each of ``numels``, and return those that have a piece."""
         if len(tensors) != self._count:
             raise ValueError(f"this Pack is of {self._count} tensors, got {len(tensors)}; pass all of them, in order")
         used = tensors if self._all else [tensors[index] for index in self.indices]
@@ -252,6 +175,27 @@ class PieceTable:
             self._known = matched.addresses, matched.dtypes, table
         self._places.write(self._known[2].tobytes())
         return self._places.tensor
+
+    def _mask(self, included: Sequence[bool] | None) -> int:
+        """Return a mask with a bit for each included row, as a signed 64-bit number."""
+        if included is None:
+            mask = (1 << self.rows) - 1
+        elif len(included) == self.rows:
+            mask = sum(1 << row for row, taken in enumerate(included) if taken)
+        else:
+            raise ValueError(f"included must have an entry for each of {self.rows} rows, got {len(included)}")
+        return mask - (1 << MOST_ROWS) if mask >> (MOST_ROWS - 1) else mask
+
+    def _check_staging(self, staging: Tensor, divisor: float) -> None:
+        got = staging.dtype, staging.device, tuple(staging.shape)
+        if got != (self.dtype, self.device, (self.numel,)) or not staging.is_contiguous():
+            raise ValueError(
+                f"the staging buffer must be {self.numel} contiguous elements of {self.dtype} on {self.device}, got "
+                f"{staging.dtype} of shape {tuple(staging.shape)} on {staging.device}; pass a slice of a longer buffer"
+            )
+        least, most = self._limits
+        if not least <= divisor <= most:
+            raise ValueError(f"the divisor must be a positive number that {self.dtype} can hold, got {divisor}")
 
     def _are_sound(self, used: Sequence[Tensor]) -> bool:
         """Return whether all sizes, layouts and devices are right, without a Python statement for each tensor."""
@@ -284,3 +228,21 @@ class PieceTable:
             )
         if tensor.data_ptr() == 0:
             raise ValueError(f"{got}, but has no memory because it was freed; allocate it before packing")
+
+
+def _check_pieces(numels: Sequence[int], pieces: Sequence[Piece]) -> None:
+    for number, piece in enumerate(pieces):
+        if not 0 <= piece.index < len(numels):
+            raise ValueError(f"piece {number} is of tensor {piece.index}, and there are {len(numels)} tensors")
+        if not 0 <= piece.start <= piece.stop <= numels[piece.index]:
+            raise ValueError(
+                f"piece {number} is elements {piece.start} to {piece.stop} of tensor {piece.index}, which has "
+                f"{numels[piece.index]}"
+            )
+    filled = [piece for piece in pieces if piece.stop > piece.start]
+    for before, after in pairwise(sorted(filled, key=lambda piece: (piece.index, piece.start))):
+        if before.index == after.index and after.start < before.stop:
+            raise ValueError(
+                f"pieces {before} and {after} overlap; unpacking would write the same elements twice, so every element "
+                "may be in one piece only"
+            )

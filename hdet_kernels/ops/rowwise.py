@@ -40,7 +40,20 @@ class RowGradient(NamedTuple):
 
 
 class RowWiseArguments(NamedTuple):
-    """The arguments of every backend's operator, in order (``operators.ROWWISE``)."""
+    """The arguments of every backend's operator, in order (``operators.ROWWISE``).
+
+    Attributes:
+        param: The embedding table, contiguous, [rows, width].
+        sums: The state, [rows], of :func:`arithmetic`'s dtype.
+        steps: The step count, one float32.
+        table: The hyperparameters, [groups, columns].
+        table_row: The row of ``table`` that holds for this embedding table.
+        values, rows, order: Its gradient, a :class:`RowGradient`.
+        grad_scale: Gradients are divided by it; one float32.
+        found_inf: If it is above zero nothing changes; one float32.
+        decoupled: Whether weight decay acts on the rows directly, not through the gradient.
+        stochastic_rounding: Round bf16 tables up or down at random, so that small updates are kept on average.
+    """
 
     param: Tensor
     sums: Tensor
@@ -48,12 +61,12 @@ class RowWiseArguments(NamedTuple):
     table: Tensor
     table_row: int
     values: Tensor
-    rows: Tensor | None
-    order: Tensor | None
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-    decoupled: bool
-    stochastic_rounding: bool
+    rows: Tensor | None = None
+    order: Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    decoupled: bool = False
+    stochastic_rounding: bool = False
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -75,53 +88,20 @@ def row_gradient(grad: Tensor, dtype: torch.dtype) -> RowGradient:
 
 
 @torch.no_grad()
-def rowwise_adagrad_(
-    param: Tensor,
-    sums: Tensor,
-    steps: Tensor,
-    table: Tensor,
-    table_row: int,
-    gradient: RowGradient,
-    *,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    decoupled: bool = False,
-    stochastic_rounding: bool = False,
-    backend: str | None = None,
-) -> None:
-    """Update the rows of ``param`` that have a gradient, and their state, in place; count the step.
-
-    Args:
-        param: The embedding table, contiguous, [rows, width].
-        sums: The state, [rows], of :func:`arithmetic`'s dtype.
-        steps: The step count, one float32.
-        table: The hyperparameters, [groups, columns].
-        table_row: The row of ``table`` that holds for this embedding table.
-        gradient: Its gradient.
-        grad_scale: Gradients are divided by it; one float32.
-        found_inf: If it is above zero nothing changes; one float32.
-        decoupled: Whether weight decay acts on the rows directly, not through the gradient.
-        stochastic_rounding: Round bf16 tables up or down at random, so that small updates are kept on average.
-        backend: A backend by name; the fastest available by default.
-
-    Raises:
-        ValueError: If the arguments do not fit together.
-    """
-    _check(param, sums, table, gradient)
-    if gradient.values.shape[0]:
-        given = RowWiseArguments(
-            param, sums, steps, table, table_row, *gradient, grad_scale, found_inf, decoupled, stochastic_rounding
-        )
-        implementation(resolve(param.device, backend), "rowwise").rowwise_adagrad(given)
-    steps.add_(1.0 if found_inf is None else (found_inf <= 0).view_as(steps))
+def rowwise_adagrad_(given: RowWiseArguments, *, backend: str | None = None) -> None:
+    """Update the rows of an embedding table that have a gradient, and their state, in place; count the step."""
+    _check(given)
+    if given.values.shape[0]:
+        implementation(resolve(given.param.device, backend), "rowwise").rowwise_adagrad(given)
+    given.steps.add_(1.0 if given.found_inf is None else (given.found_inf <= 0).view_as(given.steps))
 
 
 def _readable(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values if values.dtype == dtype else values.to(arithmetic(dtype))).contiguous()
 
 
-def _check(param: Tensor, sums: Tensor, table: Tensor, gradient: RowGradient) -> None:
-    values, rows = gradient.values, gradient.rows
+def _check(given: RowWiseArguments) -> None:
+    param, sums, table, values, rows = given.param, given.sums, given.table, given.values, given.rows
     if param.dim() != 2 or not param.is_contiguous():
         raise ValueError(f"the embedding table must be a contiguous matrix, got shape {tuple(param.shape)}")
     if sums.shape != (len(param),) or sums.dtype != arithmetic(param.dtype) or not sums.is_contiguous():

@@ -1,11 +1,12 @@
 """The fused optimizer step: its rules and dtypes, its arguments and their checks, and the call of a backend.
 
-:class:`Step` updates flat parameters and their states in place by one of the rules in :data:`STATES`.
+:class:`Step` updates flat parameters and their states in place by one of the rules in :data:`STATES`. It can clip
+gradients by their norm, :func:`grad_norm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,24 +51,6 @@ MASTERED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 }
 
 
-def check_rules(where: str, rules: Collection[str]) -> None:
-    """Raise if a backend's rules are not those of :data:`STATES`. Backends call it when they are imported.
-
-    Args:
-        where: The module of the backend, for the message.
-        rules: The rules that it implements.
-
-    Raises:
-        NotImplementedError: If a rule is missing or unknown.
-    """
-    missing = [rule for rule in STATES if rule not in rules]
-    unknown = [rule for rule in rules if rule not in STATES]
-    if missing:
-        raise NotImplementedError(f"{where} has no update rule {', '.join(missing)}, which ops.STATES declares; add it")
-    if unknown:
-        raise NotImplementedError(f"{where} has update rule {', '.join(unknown)}, which ops.STATES lacks; declare it")
-
-
 class Scalars(NamedTuple):
     """Scalars that a step reads on the device beside the tables, each a tensor or ``None``.
 
@@ -110,7 +93,7 @@ class StepArguments:
 
     @property
     def flats(self) -> tuple[Any, ...]:
-        """The first arguments of every backend's step operator (``operators.FLATS``)."""
+        """The first arguments of the compiled operator."""
         states, scales = [*self.states, None, None][:3], [*self.scales, None, None][:2]
         return list(STATES).index(self.rule), self.param, self.master, *states, *scales, self.steps, self.table
 
@@ -149,10 +132,6 @@ class Step:
         scales: Of states that are uint8 codes, the scales of each: float32, ``BLOCKS_PER_CHUNK`` for every chunk. The
             codes are always rounded stochastically.
         backend: A backend by name; the fastest available by default.
-
-    Raises:
-        ValueError: If buffers do not fit together.
-        TypeError: If the parameters have a dtype that is not in :data:`DTYPES`.
     """
 
     def __init__(
@@ -186,114 +165,101 @@ class Step:
         self._run(grads, scalars)
 
 
+def grad_norm(
+    chunks: ChunkTable, grads: MatchedGradients, *, rows: int | None = None, backend: str | None = None
+) -> Tensor:
+    """Return √(Σ g²) over all gradients that ``chunks`` has matched, without waiting for the device.
+
+    The sum is formed in float64 (float32 on devices without it), in the same order every time. The result is a scalar,
+    or [rows] where ``chunks`` has the slots of that many replicas, one after the other and equally many for each.
+    """
+    slots, pieces = len(chunks.entries), len(chunks.chunks)
+    if rows is not None and (rows < 1 or slots % rows or pieces % rows):
+        raise ValueError(
+            f"slots and chunks must be equally many for each of rows={rows} replicas, got {slots} slots and {pieces} "
+            "chunks; pass the number of replicas that the chunk table was made for"
+        )
+    norms: Tensor = implementation(resolve(chunks.device, backend), "step").grad_norm(chunks, grads, rows or 1)
+    return norms.squeeze(0) if rows is None else norms
+
+
 def _check_arguments(given: StepArguments) -> None:
-    if given.rule not in STATES:
-        raise ValueError(f"unknown update rule {given.rule!r}; choose one of {', '.join(STATES)}")
-    if given.param.dtype not in DTYPES:
-        raise TypeError(f"parameters must be one of {DTYPES}, got {given.param.dtype}")
-    _check_shape(given)
-    buffers = _check_buffers(given) | _check_scales(given)
-    _check_tables(given)
-    tables = {"steps": given.steps, "table": given.table, "chunks": given.chunks.chunks}
-    for name, tensor in (buffers | tables).items():
-        _check_device(name, tensor, given.param.device)
-
-
-def _check_shape(given: StepArguments) -> None:
-    rows, param = given.rows, given.param
-    if rows < 1:
-        raise ValueError(f"rows must be at least 1, got {rows}")
-    if param.shape[:-1] != (rows,) and not (rows == 1 and param.dim() == 1):
+    """Raise before a kernel reads or writes memory that is not there."""
+    rule, param, chunks, rows = given.rule, given.param, given.chunks, given.rows
+    if rule not in STATES:
+        raise ValueError(f"unknown update rule {rule!r}; choose one of {', '.join(STATES)}")
+    if param.dtype not in DTYPES:
+        raise TypeError(f"parameters must be one of {DTYPES}, got {param.dtype}")
+    if rows < 1 or (param.shape[:-1] != (rows,) and not (rows == 1 and param.dim() == 1)):
         raise ValueError(f"with rows={rows} the parameters must be [{rows}, n], got shape {tuple(param.shape)}")
-
-
-def _check_buffers(given: StepArguments) -> dict[str, Tensor]:
-    """Check parameters, master and states, and return those that are given by name."""
-    rule, param, states, master = given.rule, given.param, given.states, given.master
-    names = STATES[rule]
-    if len(states) != len(names):
-        raise ValueError(f"{rule} has state buffers {names}, got {len(states)} of them (None for one not in use)")
-    buffers: dict[str, tuple[Tensor, tuple[torch.dtype, ...]]] = {"param": (param, (param.dtype,))}
-    for name, state in zip(names, states, strict=True):
-        if state is not None:
-            buffers[name] = (state, STATE_DTYPES[param.dtype])
-        elif name not in OPTIONAL_STATES:
-            raise ValueError(f"{rule} needs its state buffer {name!r}, got None")
-    state_dtypes = [None if state is None else state.dtype for state in states]
-    if len(set(state_dtypes) - {None}) > 1:
-        raise ValueError(f"the states must have one dtype, got {state_dtypes}")
-    if master is not None:
-        if param.dtype not in MASTERED:
-            raise ValueError(f"only bf16 and fp16 parameters have a master, these are {param.dtype}")
-        buffers["master"] = (master, MASTERED[param.dtype])
-    if given.stochastic_rounding and (master is not None or param.dtype == torch.float16):
+    if given.stochastic_rounding and (given.master is not None or param.dtype == torch.float16):
         raise ValueError(
             "stochastic rounding is for bf16 parameters without master, got "
-            f"{param.dtype} {'with' if master is not None else 'without'} master"
+            f"{param.dtype} {'with' if given.master is not None else 'without'} master"
         )
-    for name, (tensor, dtypes) in buffers.items():
-        shape = tuple(param.shape) if name in ("param", "master") else (param.shape[-1],)
-        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            expected = " or ".join(map(str, dtypes))
-            raise ValueError(
-                f"{name} must be a contiguous {expected} buffer of shape {shape} for parameters of shape "
-                f"{tuple(param.shape)}, got {tensor.dtype} of shape {tuple(tensor.shape)}"
-                f"{'' if tensor.is_contiguous() else ', not contiguous'}"
-            )
-    return {name: tensor for name, (tensor, _) in buffers.items()}
-
-
-def _check_scales(given: StepArguments) -> dict[str, Tensor]:
-    """Check the scales of states that are codes, and return them by name."""
-    names = STATES[given.rule]
-    if len(given.scales) > len(names):
-        raise ValueError(f"{given.rule} has state buffers {names}, got scales of {len(given.scales)} of them")
-    found: dict[str, Tensor] = {}
-    numel = BLOCKS_PER_CHUNK * len(given.chunks.chunks)
-    for name, state, scales in zip(names, given.states, [*given.scales, None, None, None], strict=False):
-        if (scales is not None) != (state is not None and state.dtype == torch.uint8):
-            raise ValueError(
-                f"{name} is {None if state is None else state.dtype} and its scales are "
-                f"{'missing' if scales is None else 'given'}; uint8 codes have scales, and nothing else has"
-            )
-        if scales is None:
-            continue
-        if name == "max_exp_avg_sq":
-            raise ValueError(
-                "amsgrad needs float32 or bfloat16 states, got uint8 codes: the maximum of a state in 8 bits grows by "
-                "its rounding alone"
-            )
-        if scales.shape != (numel,) or scales.dtype != torch.float32 or not scales.is_contiguous():
-            raise ValueError(
-                f"the scales of {name} must be {numel} contiguous float32 numbers, {BLOCKS_PER_CHUNK} for each chunk, "
-                f"got {scales.dtype} of shape {tuple(scales.shape)}"
-            )
-        found[f"scales of {name}"] = scales
-    return found
-
-
-def _check_tables(given: StepArguments) -> None:
-    steps, table, chunks, rows = given.steps, given.table, given.chunks, given.rows
-    param, numel = given.param, given.param.shape[-1]
+    _check_states(given)
     if chunks.dtype != param.dtype:
         raise ValueError(f"the chunk table is for parameters of {chunks.dtype}, got {param.dtype}")
-    if chunks.extent > numel:
-        raise ValueError(f"the chunk table reaches to element {chunks.extent}, the parameters have {numel}")
-    if steps.shape != (len(chunks.entries),) or steps.dtype != torch.float32 or not steps.is_contiguous():
+    if chunks.extent > param.shape[-1]:
+        raise ValueError(f"the chunk table reaches to element {chunks.extent}, the parameters have {param.shape[-1]}")
+    table, least = given.table, rows * chunks.table_row_count
+    if table.dim() != 2 or table.shape[1] != len(COLUMNS) or len(table) < least or len(table) % rows:
         raise ValueError(
-            f"steps must be {len(chunks.entries)} contiguous float32 counts, "
-            f"got {steps.dtype} of shape {tuple(steps.shape)}"
+            f"the hyperparameter table must have {len(COLUMNS)} columns and at least {least} rows, as many rows for "
+            f"each of {rows} replicas, got shape {tuple(table.shape)}"
         )
-    least = rows * chunks.table_row_count
-    if table.dim() != 2 or table.shape[1] != len(COLUMNS) or table.shape[0] < least:
+    for name, tensor in (("table", table), ("chunks", chunks.chunks)):
+        _check_device(name, tensor, param.device)
+    for name, buffer, dtypes, shape in _buffers(given):
+        if buffer.shape != shape or buffer.dtype not in dtypes or not buffer.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous {' or '.join(map(str, dtypes))} buffer of shape {tuple(shape)}, got "
+                f"{buffer.dtype} of shape {tuple(buffer.shape)}{'' if buffer.is_contiguous() else ', not contiguous'}"
+            )
+        _check_device(name, buffer, param.device)
+
+
+def _check_states(given: StepArguments) -> None:
+    names = STATES[given.rule]
+    if len(given.states) != len(names) or len(given.scales) > len(names):
         raise ValueError(
-            f"the hyperparameter table must have {len(COLUMNS)} columns and at least {least} rows, "
-            f"got shape {tuple(table.shape)}"
+            f"{given.rule} has state buffers {names}, got {len(given.states)} of them (None for one not in use), and "
+            f"got scales of {len(given.scales)} of them"
         )
-    if table.shape[0] % rows:
+    dtypes = {name: None if state is None else state.dtype for name, state in zip(names, given.states, strict=True)}
+    for name, scales in zip(names, [*given.scales, None, None, None], strict=False):
+        if dtypes[name] is None and name not in OPTIONAL_STATES:
+            raise ValueError(f"{given.rule} needs its state buffer {name!r}, got None")
+        if (scales is not None) != (dtypes[name] == torch.uint8):
+            raise ValueError(
+                f"{name} is {dtypes[name]} and its scales are {'missing' if scales is None else 'given'}; uint8 codes "
+                "have scales, and nothing else has"
+            )
+    if len(set(dtypes.values()) - {None}) > 1:
+        raise ValueError(f"the states must have one dtype, got {dtypes}")
+    if dtypes.get("max_exp_avg_sq") == torch.uint8:
         raise ValueError(
-            f"the hyperparameter table must have equally many rows for each of {rows} replicas, got {table.shape[0]}"
+            "amsgrad needs float32 or bfloat16 states, got uint8 codes: the maximum of a state in 8 bits grows by its "
+            "rounding alone"
         )
+    if given.master is not None and given.param.dtype not in MASTERED:
+        raise ValueError(f"only bf16 and fp16 parameters have a master, these are {given.param.dtype}")
+
+
+def _buffers(given: StepArguments) -> Iterator[tuple[str, Tensor, tuple[torch.dtype, ...], Sequence[int]]]:
+    """Yield each buffer that is given, with its name and the dtypes and the shape that it must have."""
+    param, names = given.param, STATES[given.rule]
+    float32, blocks = (torch.float32,), BLOCKS_PER_CHUNK * len(given.chunks.chunks)
+    yield "param", param, (param.dtype,), param.shape
+    yield "steps", given.steps, float32, (len(given.chunks.entries),)
+    if given.master is not None:
+        yield "master", given.master, MASTERED[param.dtype], param.shape
+    for name, state in zip(names, given.states, strict=True):
+        if state is not None:
+            yield name, state, STATE_DTYPES[param.dtype], param.shape[-1:]
+    for name, scales in zip(names, given.scales, strict=False):
+        if scales is not None:
+            yield f"scales of {name}", scales, float32, (blocks,)
 
 
 def _check_scalars(scalars: Scalars, table: Tensor, rows: int) -> None:

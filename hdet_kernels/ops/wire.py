@@ -84,7 +84,7 @@ class Wire:
         self.shard = shard_elements(numel, shards)
         self.shard_bytes = encoded_bytes(format, self.shard)
         self.backend = resolve(self.device, backend)
-        self._encode, self._merge, self._decode = implementation(self.backend, "wire").wire_operators()
+        self._module = implementation(self.backend, "wire")
         self._number = FORMATS.index(format)
 
     def empty(self) -> Tensor:
@@ -98,7 +98,8 @@ class Wire:
         """
         self._check_floats(self.numel, x=x, consensus=consensus, error=error)
         self._check_wire("wire", wire, (self.shards, self.shard_bytes))
-        self._encode(self._number, x, consensus, error, wire)
+        if self.numel:
+            self._module.encode(self._number, x, consensus, error, wire)
 
     def merge(self, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
         """Write the encoding of Σ/divisor + error to ``wire`` [shard_bytes].
@@ -111,43 +112,36 @@ class Wire:
         self._check_floats(self.shard, error=error)
         self._check_wire("wires", wires, (self.shards, self.shard_bytes))
         self._check_wire("wire", wire, (self.shard_bytes,))
-        self._merge(self._number, wires, float(divisor), error, wire)
+        if self.numel:
+            self._module.merge(self._number, wires, float(divisor), error, wire)
 
     def decode(self, wire: Tensor, consensus: Tensor, target: Tensor | None = None) -> None:
         """Add the decoded ``wire`` [shards, shard_bytes] to the consensus, and copy the sum to ``target`` if given."""
         self._check_wire("wire", wire, (self.shards, self.shard_bytes))
         self._check_floats(self.numel, consensus=consensus, target=target)
-        self._decode(self._number, wire, consensus, target)
+        if self.numel:
+            self._module.decode(self._number, wire, consensus, target)
 
     def _check_floats(self, numel: int, **given: Tensor | None) -> None:
         for name, tensor in given.items():
-            if tensor is None:
-                continue
-            if tensor.shape != (numel,) or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be a contiguous torch.float32 tensor of {numel} elements, got {_describe(tensor)}; "
-                    "pass tensor.float().contiguous().view(-1), or make a Wire for this size"
-                )
-            self._check_device(name, tensor)
+            if tensor is not None:
+                remedy = "pass tensor.float().contiguous().view(-1), or make a Wire for this size"
+                self._check(name, tensor, torch.float32, (numel,), remedy)
 
     def _check_wire(self, name: str, wire: Tensor, shape: tuple[int, ...]) -> None:
-        if wire.shape != shape or wire.dtype != torch.uint8 or not wire.is_contiguous():
-            raise ValueError(
-                f"{name} must be a contiguous torch.uint8 tensor of shape {shape}, got {_describe(wire)}; "
-                "take Wire.empty() or a row of it"
-            )
-        self._check_device(name, wire)
+        self._check(name, wire, torch.uint8, shape, "take Wire.empty() or a row of it")
         if wire.data_ptr() % 16:
             raise ValueError(
-                f"{name} must lie at a multiple of 16 bytes, got address {wire.data_ptr():#x}; "
-                "take Wire.empty() or a row of it"
+                f"{name} must lie at a multiple of 16 bytes, got address {wire.data_ptr():#x}; take Wire.empty() or a "
+                "row of it"
             )
 
-    def _check_device(self, name: str, tensor: Tensor) -> None:
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], remedy: str) -> None:
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            contiguous = "" if tensor.is_contiguous() else ", which is not contiguous"
+            raise ValueError(
+                f"{name} must be a contiguous {dtype} tensor of shape {shape}, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}{contiguous}; {remedy}"
+            )
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device} and this Wire for {self.device}; they must be together")
-
-
-def _describe(tensor: Tensor) -> str:
-    contiguous = "" if tensor.is_contiguous() else ", which is not contiguous"
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{contiguous}"

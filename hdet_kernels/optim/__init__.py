@@ -10,8 +10,8 @@ A step flows through the files of this folder:
 5. :mod:`.state_views` shows the flat state as ``optimizer.state``, as torch.optim does; :mod:`.loading` checks a
    ``state_dict`` before it gets there. :mod:`.coded_state` has the entries of state in 8 bits.
 
-:mod:`.options` has the options that all optimizers share. :mod:`.rowwise_adagrad` stands beside the base class: its
-state is a number a row, and its gradients are sparse.
+:mod:`.options` has the options that all optimizers share. :mod:`.rowwise_adagrad` has flat groups of its own, as
+:mod:`.muon` has: their state is a number a row, and their gradients are sparse.
 
 The folder depends on :mod:`hdet_kernels.ops`, ``buckets``, ``sharded`` and ``tensors`` alone.
 """

@@ -20,12 +20,10 @@ from hdet_kernels.ops.torch.companding import SIGNED_STATES, block_count, decode
 from hdet_kernels.sharded import distributed_like, is_distributed, part_of
 from hdet_kernels.tensors import Slot, flat_view, replicas_of
 
-_SUFFIX = "_scale"
-
 
 def scale_name(name: str) -> str:
     """Return the name in ``state[p]`` of the scales of state ``name``."""
-    return name + _SUFFIX
+    return f"{name}_scale"
 
 
 def is_coded(value: object) -> bool:
@@ -34,13 +32,7 @@ def is_coded(value: object) -> bool:
 
 
 def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 values of an entry of ``state[p]``, in its shape and layout.
-
-    Args:
-        name: The name of the state, which says what its codes stand for.
-        codes: The codes, dense in memory, or with replicas in the first dimension that are. They may be distributed.
-        scales: Their scales; of distributed codes those of this process's part.
-    """
+    """Return the float32 values of an entry of ``state[p]``, in its shape and layout."""
     if is_distributed(codes):
         return distributed_like(codes, decoded(name, part_of(codes), scales))
     if scales.dim() == 2:
@@ -53,26 +45,17 @@ def decoded(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CodedSlot:
-    """The place of a parameter in flat buffers of codes.
-
-    Args:
-        slot: Where it is.
-        codes: Its codes of one state, a view of the flat buffer.
-        scales: Their scales, a view of theirs.
-    """
+    """The place of a parameter in flat buffers of codes: its codes of one state and their scales, views of these."""
 
     slot: Slot
     codes: Tensor
     scales: Tensor
 
     def write(self, name: str, value: Tensor | float, scales: Tensor | None, *, decoded_before: bool = True) -> None:
-        """Write a value: codes in the same memory order as they are, anything else encoded.
+        """Write one number for all elements, numbers, or codes with their scales, with or without replicas.
 
-        Args:
-            name: The name of the state.
-            value: One number for all elements, numbers, or codes, of the shape of the codes or without its replicas.
-            scales: Of codes, their scales; otherwise None.
-            decoded_before: Whether numbers may have been decoded from codes, and must decode to the same again.
+        Codes in the same memory order are copied, and anything else is encoded. Numbers that may have been decoded from
+        codes (``decoded_before``) decode to the same again.
         """
         if not isinstance(value, Tensor):  # without a float32 copy of the whole slot
             one, scale = encode_again(torch.full((1,), value, device=self.codes.device), name in SIGNED_STATES)
@@ -81,7 +64,7 @@ class CodedSlot:
             return
         if scales is not None:
             row = value if scales.dim() == 1 else value[0] if len(value) else None
-            if row is not None and _in_order(row, self.slot):
+            if row is not None and self.slot.in_order(row.stride()):
                 self.codes.copy_(value)
                 self.scales.copy_(scales)
                 return
@@ -102,11 +85,6 @@ class CodedSlot:
         return flat
 
 
-def _in_order(codes: Tensor, slot: Slot) -> bool:
-    """Return whether codes of one replica lie in memory in the order of the slot."""
-    return all(size == 1 or got == own for size, got, own in zip(codes.shape, codes.stride(), slot.stride, strict=True))
-
-
 def saved_codes(codes: Tensor) -> Tensor:
     """Return codes as a ``state_dict`` has them: [1, *shape].
 
@@ -119,9 +97,7 @@ def saved_codes(codes: Tensor) -> Tensor:
 def with_own_shapes(entries: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
     """Return an entry of a ``state_dict`` with its codes in the shape that they have in ``state[p]``.
 
-    Args:
-        entries: The entry, or one of ``optimizer.state``, which stays as it is.
-        param: The parameter.
+    One of ``optimizer.state`` stays as it is.
     """
     if not any(map(is_coded, entries.values())):
         return entries
@@ -147,16 +123,10 @@ def decoded_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state_dict of an optimizer with 8-bit state as one with float32 state, which torch.optim loads.
+    """Return the state_dict of a fused optimizer with 8-bit state as one with float32 state, which torch.optim loads.
 
-    Args:
-        state_dict: The result of ``optimizer.state_dict()``, of any fused optimizer.
-
-    Returns:
-        A state_dict of the same numbers. State that is not in 8 bits is that of ``state_dict``, not a copy.
-
-    Raises:
-        ValueError: if ``state_dict`` is none of an optimizer, or was flattened.
+    State that is not in 8 bits is that of ``state_dict``, not a copy. What is no state_dict of an optimizer, or was
+    flattened, raises ValueError.
     """
     if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), Mapping):
         raise ValueError(
@@ -178,13 +148,7 @@ def _without_first_dimension(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_coded(where: str, name: str, entries: Mapping[str, Any]) -> None:
-    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and not of amsgrad.
-
-    Args:
-        where: A description of the parameter, for messages.
-        name: The name of the state.
-        entries: The entry of the parameter, with the codes.
-    """
+    """Raise ValueError unless loaded codes can be decoded: with scales that fit them, and not of amsgrad."""
     codes, scales = entries[name], entries.get(scale_name(name))
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32 or scales.layout is not torch.strided:
         given = f"of {scales.dtype}" if isinstance(scales, Tensor) else repr(scales)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet_kernels.checks import MOST_STEPS
 from hdet_kernels.optim.coded_state import check_coded, decoded_entries, is_coded, scale_name, with_own_shapes
 from hdet_kernels.optim.group_entries import (
     IMPLEMENTATION_OPTIONS,
@@ -33,9 +34,6 @@ from hdet_kernels.optim.state_views import MASTER, MASTER_LOW, StatefulOptimizer
 from hdet_kernels.sharded import why_unlike
 from hdet_kernels.tensors import replicas_of
 
-#: The largest step count that is loaded. Counts are float32, and no run has more steps.
-_MOST_STEPS = 2**53
-
 #: Options of FusedMuon that torch.optim.Muon does not have.
 _MUON_OPTIONS = ("use_muon", "adamw_betas", "normuon", "normuon_beta2")
 
@@ -47,11 +45,7 @@ _ADDED_OPTIONS = (*IMPLEMENTATION_OPTIONS, ROUNDING_SEED, "amsgrad", "maximize",
 def loaded_through(
     optimizer: Optimizer, state_dict: object, prepare: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[None]:
-    """Have ``load_state_dict`` of torch, called in this block, take what ``prepare`` makes of the state_dict.
-
-    Raises:
-        TypeError: if ``state_dict`` is no dict.
-    """
+    """Have ``load_state_dict`` of torch, called in this block, take what ``prepare`` makes of the state_dict."""
     if not isinstance(state_dict, dict):
         kind = type(state_dict).__name__
         raise TypeError(f"load_state_dict expects a dict, as optimizer.state_dict() returns it, got a {kind}")
@@ -121,11 +115,8 @@ def prepare_state_dict(optimizer: StatefulOptimizer, state_dict: dict[str, Any])
     """Return a checked state_dict in the form in which torch loads it without rounding.
 
     torch casts loaded state to the dtype of its parameter, which would round float32 moments of bf16 parameters.
-
-    Raises:
-        ValueError: if ``optimizer`` cannot continue from it.
     """
-    state_dict = _with_own_codes(optimizer, _numbered(state_dict))
+    state_dict = _in_own_form(optimizer, state_dict)
     check_state_dict(optimizer, state_dict)
     return wrap_tensors(state_dict)
 
@@ -146,33 +137,21 @@ def complete_groups(groups: Iterable[Group], defaults: Mapping[str, Any]) -> Non
         freeze_betas(group)
 
 
-def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict in which parameters have the keys that the groups list.
+def _in_own_form(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict with the keys that its groups list, and with codes of the shapes of ``state[p]``.
 
-    ``torch.distributed.checkpoint`` makes text of the numbers ("0"), and torch would take the state for that of no
-    parameter.
+    ``torch.distributed.checkpoint`` makes text of the keys ("0"), so that torch would take the state for that of no
+    parameter, and an empty dict of the scales of state that was saved decoded and flattened: these are left out.
     """
-    state, groups = _parts(state_dict)
-    own = {str(key): key for group in groups for key in group["params"]}
-    if not any(isinstance(key, str) and own.get(key, key) is not key for key in state):
-        return state_dict
-    numbered: dict[Any, Any] = {}
-    for key, entries in state.items():
-        key = own.get(key, key) if isinstance(key, str) else key
-        both = isinstance(entries, Mapping) and isinstance(numbered.get(key), Mapping)
-        numbered[key] = {**numbered[key], **entries} if both else entries
-    return {**state_dict, "state": numbered}
-
-
-def _with_own_codes(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose codes have the shapes of ``state[p]``, without scales where there are no codes.
-
-    Of state that was saved decoded and flattened, ``torch.distributed.checkpoint`` makes an empty dict for the scales.
-    """
-    state, groups = _parts(state_dict)
-    own = [param for group in optimizer.param_groups for param in group["params"]]
+    saved, groups = _parts(state_dict)
     keys = [key for group in groups for key in group["params"]]
-    state = dict(state)
+    by_text = {str(key): key for key in keys}
+    state: dict[Any, Any] = {}
+    for key, entries in saved.items():
+        key = by_text.get(key, key) if isinstance(key, str) else key
+        both = isinstance(entries, Mapping) and isinstance(state.get(key), Mapping)
+        state[key] = {**state[key], **entries} if both else entries
+    own = [param for group in optimizer.param_groups for param in group["params"]]
     for key, param in zip(keys, own, strict=False):
         entries = state.get(key)
         if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
@@ -259,10 +238,7 @@ def _check_values(where: str, entries: Mapping[str, Any], param: Tensor, optimiz
 
 
 def _check_shape(where: str, name: str, value: Tensor, param: Tensor, own: tuple[int, ...]) -> int | None:
-    """Raise ValueError unless ``value`` fits ``param``; return how many replicas it has if each has its own.
-
-    ``own`` is the shape that it has for one replica.
-    """
+    """Raise ValueError unless ``value``, of shape ``own`` for one replica, fits; return how many have their own."""
     if value.shape == own:  # of a stack: one for all replicas
         return None
     if replicas_of(param) is not None and value.shape[1:] == own and value.dim() == len(own) + 1 and len(value):
@@ -278,13 +254,9 @@ def _check_shape(where: str, name: str, value: Tensor, param: Tensor, own: tuple
 
 
 def _check_step(where: str, step: object, rows: set[int | None], *, counts_down: bool) -> None:
-    """Raise ValueError unless ``step`` is a whole number, or one for each replica that has its own state.
+    """Raise ValueError unless ``step`` is a whole number, or one for each of ``rows`` replicas with their own moments.
 
-    Args:
-        where: a description of the parameter, for messages.
-        step: the loaded step count.
-        rows: how many replicas the moments have, if each has its own.
-        counts_down: whether counts of steps without a momentum buffer are negative, as those of SGD.
+    With ``counts_down`` those without a momentum buffer are negative, as SGD counts them.
     """
     if isinstance(step, Tensor):
         fits = step.numel() == 1 or (step.dim() == 1 and len(step) in rows)
@@ -295,7 +267,7 @@ def _check_step(where: str, step: object, rows: set[int | None], *, counts_down:
         counts = [step]
     for count in counts:
         number = isinstance(count, int | float | np.number) and not isinstance(count, bool)
-        if not number or not (-_MOST_STEPS if counts_down else 0) <= count <= _MOST_STEPS or count % 1:
+        if not number or not (-MOST_STEPS if counts_down else 0) <= count <= MOST_STEPS or count % 1:
             raise ValueError(
                 f"{where} has step={step!r}, expected a whole number{'' if counts_down else ' of at least 0'}"
             )
@@ -346,22 +318,19 @@ class _Wrapped:
 
 def wrap_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the same state_dict with the tensors of its state wrapped."""
-    state = {
-        param: {name: _Wrapped(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
-        if isinstance(entries, Mapping)
-        else entries
-        for param, entries in state_dict["state"].items()
-    }
-    return state_dict | {"state": state}
+    wrapped = with_values(state_dict["state"], lambda value: _Wrapped(value) if isinstance(value, Tensor) else value)
+    return state_dict | {"state": wrapped}
 
 
 def unwrap_tensors(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
     """Return state that ``load_state_dict`` has mapped to parameters, with its tensors unwrapped."""
-    plain: defaultdict[Any, Any] = defaultdict(dict)
-    for param, entries in state.items():
-        plain[param] = (
-            {name: value.tensor if isinstance(value, _Wrapped) else value for name, value in entries.items()}
-            if isinstance(entries, Mapping)
-            else entries
-        )
-    return plain
+    plain = with_values(state, lambda value: value.tensor if isinstance(value, _Wrapped) else value)
+    return defaultdict(dict, plain)
+
+
+def with_values(state: Mapping[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Return the state of all parameters with every value changed."""
+    return {
+        key: {name: change(value) for name, value in entries.items()} if isinstance(entries, Mapping) else entries
+        for key, entries in state.items()
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Unpack
@@ -153,11 +153,9 @@ class FusedMuon(FusedOptimizer):
             raise ValueError(
                 f"ns_steps must be a whole number from 0 to {_MOST_STEPS - 1}, got {steps!r}; the default is 5"
             )
-        if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+        several = isinstance(coefficients, tuple | list) and len(coefficients) == 3
+        if not several or any(isinstance(each, bool) or not isinstance(each, int | float) for each in coefficients):
             raise ValueError(f"ns_coefficients must be exactly 3 numbers, got {coefficients!r}; leave them out")
-        for value in coefficients:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"ns_coefficients must be 3 numbers, got {coefficients!r}; leave them out")
         for name in ("eps", "normuon_beta2"):
             if isinstance(group[name], Tensor):
                 raise ValueError(f"{name} of matrices must be a number, got a tensor; pass float({name})")
@@ -232,9 +230,7 @@ class FusedMuon(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, or of torch.optim.Muon if all parameters are matrices.
 
-        Raises:
-            ValueError: with nothing changed, if an entry is missing, unknown, or has another shape or kind of value,
-                or if a group was trained by the other of Muon and AdamW.
+        Raise ValueError, with nothing changed, if it does not fit, or if the other of Muon and AdamW trained a group.
         """
         saved = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
         if isinstance(saved, list):
@@ -277,18 +273,24 @@ class FusedMuon(FusedOptimizer):
         ordered = [
             param
             for group in self.param_groups
-            for param in (sorted(group["params"], key=_layout) if group["use_muon"] else group["params"])
+            for param in (
+                sorted(group["params"], key=lambda param: (tuple(param.shape), param.stride()))
+                if group["use_muon"]
+                else group["params"]
+            )
         ]
         return Buckets(ordered, kind_of=lambda param: id(param) in by_muon)
 
     def _make_flat_group(self, *arguments: Any, shares_state: bool) -> FlatGroup:
-        groups = arguments[_GROUPS]
+        *_, groups, _, _ = arguments  # those of FlatGroup; table and options come last
         if self.param_groups[groups[0]]["use_muon"]:
             return MuonGroup(self._settings, *arguments, shares_state=shares_state)
         return FlatGroup("adamw", *arguments, shares_state=shares_state)
 
     def _settings(self, number: int) -> Orthogonal:
-        return Orthogonal.of(self.param_groups[number])
+        group = self.param_groups[number]
+        own = (group[name] for name in ("ns_steps", "eps", "adjust_lr_fn", "normuon", "normuon_beta2"))
+        return Orthogonal(tuple(group["ns_coefficients"]), *own)
 
 
 #: The keys of a group that are for AdamW, with their names in AdamW's group. Of two with one name the later one counts.
@@ -300,18 +302,11 @@ _ADAMW_NAMES = {
     "betas": "adamw_betas",
 }
 
-# The place of the groups of all slots among the arguments of FlatGroup after the rule.
-_GROUPS = 4
-
 
 def _is_matrix(given: Any) -> bool:
     """Return whether a parameter, or a pair of its name and itself, is a matrix (in each replica of a stack)."""
     param = given[1] if isinstance(given, tuple) and len(given) == 2 else given
     return isinstance(param, Tensor) and param.dim() - (replicas_of(param) is not None) == 2
-
-
-def _layout(param: Tensor) -> tuple[Iterable[int], Iterable[int]]:
-    return tuple(param.shape), tuple(param.stride())
 
 
 class Orthogonal(NamedTuple):
@@ -323,18 +318,6 @@ class Orthogonal(NamedTuple):
     adjust_lr_fn: str | None
     normuon: bool
     beta2: float
-
-    @staticmethod
-    def of(group: dict[str, Any]) -> Orthogonal:
-        """Return the settings of a parameter group."""
-        return Orthogonal(
-            tuple(group["ns_coefficients"]),
-            group["ns_steps"],
-            group["eps"],
-            group["adjust_lr_fn"],
-            group["normuon"],
-            group["normuon_beta2"],
-        )
 
     def ratio(self, shape: Sequence[int]) -> float:
         """Return the factor of the learning rate for matrices of ``shape``, as torch.optim.Muon has it."""
@@ -351,7 +334,6 @@ class Piece:
     Attributes:
         slots: their slots in the flat buffer, one after the other.
         replicas: those replicas whose states these are; one where all share a state.
-        settings: how they are orthogonalised.
         update: [replicas · slots, rows, columns], a part of the scratch memory, for the update.
         push: for each replica the step that updates the momentum and writes the update.
         move: the step that moves the parameters by the update.
@@ -378,12 +360,8 @@ class MuonGroup(FlatGroup):
 
     A step takes the matrices in pieces of at most :data:`PIECE_ELEMENTS` elements: one pass over gradient and momentum
     writes the update in bfloat16, Newton–Schulz orthogonalises the whole piece at once, and one pass over the
-    parameters applies weight decay and update, in all replicas of a stack that share the gradient.
-
-    Args:
-        settings_of: returns the settings of a parameter group by its number.
-        arguments: those of :class:`FlatGroup`.
-        shares_state: as in :class:`FlatGroup`.
+    parameters applies weight decay and update, in all replicas of a stack that share the gradient. ``settings_of``
+    returns the settings of a parameter group by its number; the other arguments are those of :class:`FlatGroup`.
     """
 
     def __init__(self, settings_of: Callable[[int], Orthogonal], *arguments: Any, shares_state: bool) -> None:

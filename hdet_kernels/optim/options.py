@@ -1,7 +1,4 @@
-"""Options of a fused optimizer: those that all share (precision, gradient storage, backend), and checks of the others.
-
-Messages state what was given, what is expected and what to do.
-"""
+"""Options of a fused optimizer: those that all share, such as precision and backend, and checks of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdet_kernels.checks import check_choice
+from hdet_kernels.checks import check_choice, check_flag
 from hdet_kernels.ops import DTYPES, MASTERED, STATE_DTYPES
 from hdet_kernels.sharded import part_of
 from hdet_kernels.tensors import replicas_of
@@ -78,11 +75,8 @@ class Options:
             object.__setattr__(self, "state_dtype", torch.int8)
         if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16, torch.int8)):
             raise ValueError(f'state_dtype must be torch.float32, torch.bfloat16 or "int8", got {self.state_dtype!r}')
-        if self.backend is not None and not isinstance(self.backend, str):
-            raise ValueError(f"backend must be a name of hdet_kernels.backends() or None, got {self.backend!r}")
         for name in ("stochastic_rounding", "advance_versions"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if self.master_weights and self.stochastic_rounding:
             raise ValueError(
                 f"master_weights={self.master_weights!r} and stochastic_rounding=True exclude each other: a master "
@@ -156,22 +150,18 @@ class Options:
 def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless each named option is a finite number of at least 0."""
     for name in names:
-        value = options[name]
-        _check_number(name, value)
-        if not on_host(value):
-            continue
-        if not 0 <= _as_float(value) < math.inf:
+        number = _number(name, options[name])
+        if number is not None and not 0 <= number < math.inf:
             raise ValueError(
-                f"{name} must be a finite number of at least 0, got {value}; pass for example {name}=0.001"
+                f"{name} must be a finite number of at least 0, got {options[name]}; pass for example {name}=0.001"
             )
 
 
 def check_finite(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the named option is a finite number."""
-    value = options[name]
-    _check_number(name, value)
-    if on_host(value) and not math.isfinite(_as_float(value)):
-        raise ValueError(f"{name} must be a finite number, got {value}; leave it out for 0")
+    number = _number(name, options[name])
+    if number is not None and not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {options[name]}; leave it out for 0")
 
 
 def check_below_one(options: Mapping[str, Any], name: str) -> None:
@@ -182,8 +172,8 @@ def check_below_one(options: Mapping[str, Any], name: str) -> None:
             f"betas must be a pair of numbers in [0, 1), got {value!r}; pass for example betas=(0.9, 0.99)"
         )
     for part in value if name == "betas" else (value,):
-        _check_number(name, part)
-        if on_host(part) and not 0 <= _as_float(part) < 1:
+        number = _number(name, part)
+        if number is not None and not 0 <= number < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}; a usual value is 0.9")
 
 
@@ -221,7 +211,7 @@ def check_max_grad_norm(value: float | None) -> None:
     if value is None:
         return
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not value > 0 or (isinstance(value, int) and _as_float(value) == math.inf):
+    if not number or not value > 0 or (isinstance(value, int) and _number("max_grad_norm", value) == math.inf):
         raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")
 
 
@@ -259,7 +249,8 @@ def check_ties(groups: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _check_number(name: str, value: object) -> None:
+def _number(name: str, value: Any) -> float | None:
+    """Return a number as a float, None if that would wait for an accelerator; raise ValueError for anything else."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got shape {tuple(value.shape)}")
@@ -267,9 +258,8 @@ def _check_number(name: str, value: object) -> None:
             raise ValueError(f"{name} as a tensor must hold a real number, got {value.dtype}")
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a tensor of one element, got {value!r}")
-
-
-def _as_float(value: Any) -> float:
+    if not on_host(value):
+        return None
     try:
         return float(value)
     except OverflowError:  # a whole number beyond the range of floats

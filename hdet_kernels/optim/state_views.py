@@ -73,8 +73,7 @@ class StateViews:
     def adopt(self) -> None:
         """Copy the contents of ``optimizer.state`` into the flat state, and make its entries views of that.
 
-        Raises:
-            KeyError: with nothing changed, if an entry is incomplete, as torch's step raises.
+        An entry that is incomplete raises KeyError, as torch's step does, with nothing changed.
         """
         optimizer = self.optimizer
         self._check_complete()

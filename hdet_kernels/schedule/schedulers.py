@@ -28,7 +28,6 @@ from hdet_kernels.ensemble import Ensemble, announced_size
 from hdet_kernels.fanout.explore import Explore, TieGroups, saved_ties
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.group_entries import write_entry
-from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
 from hdet_kernels.schedule import checkpoint, checkpoint_checks
 from hdet_kernels.schedule.arguments import (
     GradientMode,
@@ -325,7 +324,7 @@ class WithCycle:
         if self._cycle is None or self._part.begun:  # first: this is checked before every step
             return
         optimizer = self._inner
-        if not isinstance(optimizer, FusedOptimizer | FusedRowWiseAdagrad):
+        if not isinstance(optimizer, FusedOptimizer):
             return
         optimizer.rehome()
         known, now = self._cycle.converger.tensors.buckets, optimizer.buckets

@@ -83,9 +83,7 @@ class LocalGradients(Collector):
 class TeamGradients(LocalGradients):
     """One gradient for each of two teams, the mean over its replicas: ``grad`` is [R, *shape], equal within a team.
 
-    Args:
-        params: the stacked parameters.
-        first: so many replicas are in the first team, the rest in the second.
+    ``first`` replicas are in the first team, the rest in the second.
     """
 
     def __init__(self, params: Sequence[StackedParameter], first: int) -> None:
@@ -209,14 +207,8 @@ def _mean(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 def hand_over(leaf: Tensor, collector: Collector, index: int, rows: slice, single: bool) -> Tensor:
     """Return a tensor for the forward pass whose gradient goes to ``collector`` as soon as autograd has it.
 
-    The gradients of all parameters then never exist at the same time, unless the collector keeps them.
-
-    Args:
-        leaf: rows of a parameter, [k, *shape], or the row of a single replica, [*shape].
-        collector: takes the gradient.
-        index: the number of the parameter.
-        rows: the replicas that ``leaf`` belongs to.
-        single: whether ``leaf`` is the row of a single replica.
+    The gradients of all parameters then never exist at the same time, unless the collector keeps them. ``leaf`` has the
+    ``rows`` of parameter ``index``, [k, *shape], or the row of a ``single`` replica, [*shape].
     """
 
     def take(gradient: Tensor) -> None:

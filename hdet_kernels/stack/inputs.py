@@ -30,18 +30,8 @@ class Batch:
     Tensors of shape [R·b, …] are cut into R slices [b, …], slice r for replica r. Tensors without dimensions and
     objects that are not tensors go to all replicas.
 
-    Args:
-        batch: the arguments.
-        replicas: R.
-        same: cut nothing, and give the whole batch to every replica.
-
-    Attributes:
-        leaves: the tensors and other objects of the batch, without their nesting.
-        structure: their nesting.
-
-    Raises:
-        TypeError: a tensor or an object that holds tensors cannot be cut.
-        ValueError: the tensors differ in dimension 0, or it is not divisible by R.
+    ``same`` cuts nothing, and gives the whole batch to every replica. ``leaves`` are the tensors and other objects of
+    the batch, without their nesting, ``structure``.
     """
 
     def __init__(self, batch: tuple[Any, ...], replicas: int, same: bool) -> None:
@@ -52,11 +42,7 @@ class Batch:
         self._stacked = [tensor.unflatten(0, (replicas, tensor.shape[0] // replicas)) for tensor in tensors]
 
     def copy(self, detach: bool = False) -> Batch:
-        """Return a copy whose tensors have memory of their own.
-
-        Args:
-            detach: whether the copies give no gradients to the tensors of this batch.
-        """
+        """Return a copy whose tensors have memory of their own, and with ``detach`` give no gradients to these."""
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -166,12 +152,7 @@ class StackHyper(Mapping[str, Tensor]):
         self.set(name, values)
 
     def set(self, name: str, values: ArrayLike | Tensor) -> None:
-        """Set the values of hyperparameter ``name``, without waiting for the device.
-
-        Args:
-            name: any name; the loss function reads it as ``stack.hyper[name]``.
-            values: one number, or R numbers.
-        """
+        """Set the values of hyperparameter ``name``, one number or R, without waiting for the device."""
         if self._current is not None:
             raise RuntimeError(f"hyper[{name!r}] was set inside a loss function; set it before the loss is computed")
         if not check_kind("the name of a hyperparameter", name, str, "a text, as in stack.hyper['dropout']"):

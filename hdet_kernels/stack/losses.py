@@ -41,11 +41,8 @@ Kind = tuple[object, bool, bool]
 class ReplicaLosses:
     """Computes losses and gradients of the replicas, together where possible.
 
-    Args:
-        module: the template, which is called with the tensors of a replica in the place of its own.
-        parameters: the stacked parameters [R, *shape], by the names that they have in ``module`` (several if tied).
-        buffers: the stacked buffers, likewise.
-        hyper: the hyperparameters that the loss function may read.
+    ``module`` is called with the tensors of a replica in the place of its own. Stacked tensors [R, *shape]
+    are given by the names that they have in it, several if tied.
     """
 
     def __init__(
@@ -68,18 +65,10 @@ class ReplicaLosses:
     def compute(
         self, loss_fn: LossFunction, batch: Batch, chunk_size: int | None, gradients: Collector | None
     ) -> Tensor:
-        """Return the losses [R], detached.
+        """Return the losses [R], detached, with ``chunk_size`` replicas at a time; None for all.
 
-        If the losses cannot be computed together, restore buffers and random numbers and compute them one by one.
-
-        Args:
-            loss_fn: called as ``loss_fn(module, *batch)``.
-            batch: the batch of all replicas.
-            chunk_size: how many replicas are computed at a time; None for all.
-            gradients: collects the gradients, and is not committed; None for losses only.
-
-        Raises:
-            RuntimeError: in the first pass by ``loss_fn``, gradients are not finite where the losses are.
+        If the losses cannot be computed together, restore buffers and random numbers and compute them one by one. The
+        collector of the gradients is not committed.
         """
         kind = self._kind(loss_fn, gradients is not None)
         step = 1 if kind in self._one_by_one else min(chunk_size or self._replicas, self._replicas)
@@ -106,7 +95,15 @@ class ReplicaLosses:
             self._changed_buffers[kind] = rollback.changed()
         if reason is not None:
             if not any(code == kind[0] for code, _, _ in self._one_by_one):  # warn once for a loss function
-                self._warn(loss_fn, reason)
+                log.warning(
+                    "the replicas' losses by %s are computed one after the other, because torch.func.vmap cannot "
+                    "compute them together (%s): %d forward passes and backward passes instead of one, with about %d "
+                    "times the launches",
+                    getattr(loss_fn, "__qualname__", type(loss_fn).__name__),
+                    reason,
+                    self._replicas,
+                    self._replicas,
+                )
             self._one_by_one.add(kind)
         return losses
 
@@ -242,16 +239,6 @@ class ReplicaLosses:
             "%s. The model computes in fp16, where a scaled loss overflows in the first steps: continuing", text
         )
 
-    def _warn(self, loss_fn: LossFunction, reason: str) -> None:
-        log.warning(
-            "the replicas' losses by %s are computed one after the other, because torch.func.vmap cannot compute them "
-            "together (%s): %d forward passes and backward passes instead of one, with about %d times the launches",
-            getattr(loss_fn, "__qualname__", type(loss_fn).__name__),
-            reason,
-            self._replicas,
-            self._replicas,
-        )
-
 
 # The largest number of parameters that a message names.
 MOST_NAMES = 5
@@ -291,11 +278,8 @@ class _WatchHalf(TorchFunctionMode):
 class Rollback:
     """A copy of the state that computing a loss may change: buffers and, at its first use, random numbers.
 
-    Args:
-        buffers: the stacked buffers.
-        changing: indices of the buffers that the loss is known to change; None if it is used for the first time and may
-            change any.
-        device: the device whose random number generator is restored beside the CPU's.
+    ``changing`` are the indices of the buffers that the loss is known to change; None if it is used for the first time
+    and may change any.
     """
 
     def __init__(self, buffers: Sequence[Tensor], changing: Sequence[int] | None, device: torch.device) -> None:
@@ -380,12 +364,8 @@ class GraphedLosses:
     """Computes losses and gradients as ``losses`` does, by recording passes and replaying them.
 
     A recorded pass is replayed for the same loss function, the same shapes of the batch, modes of the modules, autocast
-    setting, and addresses of parameters and buffers. If one of them differs, it is another pass.
-
-    Args:
-        losses: computes passes that are not recorded yet.
-        gradients: collects the gradients.
-        device: the CUDA device of the stack.
+    setting, and addresses of parameters and buffers. If one of them differs, it is another pass, which ``losses``
+    computes until it is recorded.
     """
 
     def __init__(self, losses: ReplicaLosses, gradients: Collector, device: torch.device) -> None:

@@ -135,10 +135,8 @@ class ReplicaStack:
     def team_gradients(self, first: int) -> None:
         """Let :meth:`backward` give every replica the mean gradient of its team for a while, as :meth:`own_gradients`.
 
-        Collective. Where there are several processes, each belongs to a team with all of its replicas.
-
-        Args:
-            first: number of replicas of the first of the two teams, over all processes.
+        Collective. The first of two teams has ``first`` replicas, over all processes. Where there are several of these,
+        each belongs to a team with all of its replicas.
         """
         if self._mode != "team":
             params = list(self._parameters.values())
@@ -279,11 +277,8 @@ class ReplicaStack:
     def module(self) -> nn.Module:
         """Return a copy of the module with the mean of the replicas in this process.
 
-        Replicas with non-finite parameters or buffers are left out. Integer buffers are those of the first finite
-        replica.
-
-        Raises:
-            RuntimeError: all replicas are non-finite.
+        Replicas with non-finite parameters or buffers are left out; if all have some, RuntimeError is raised. Integer
+        buffers are those of the first finite replica.
         """
         stacked = dict(self._stacked())
         finite = self._finite(stacked)

@@ -121,14 +121,7 @@ def copy_module(module: nn.Module, values: NamedTensors) -> nn.Module:
 
 
 def trainable_parameters(module: nn.Module) -> NamedTensors:
-    """Return the parameters of ``module`` that get rows: those that require a gradient.
-
-    Raises:
-        TypeError: ``module`` is no plain module on one device (wrapped in DDP, scripted, sharded), or a parameter is
-            not dense and real.
-        ValueError: there is nothing to train, a tensor has no values yet, parameters are on several devices, or
-            tensors share memory without being tied.
-    """
+    """Return the parameters that get rows: those that require a gradient. Raise for what cannot be stacked."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"ReplicaStack needs a torch.nn.Module, got a {type(module).__name__}")
     for name, part in module.named_modules():
@@ -200,10 +193,7 @@ def _check_shared_memory(module: nn.Module, trained: NamedTensors) -> None:
 class Template(nn.Module):
     """A module that can be called with the tensors of one replica in the place of its own.
 
-    Args:
-        module: the module.
-        parameters: the names of each of its parameters that has rows.
-        buffers: the names of each of its buffers that has rows.
+    ``parameters`` and ``buffers`` are the names of those that have rows.
     """
 
     def __init__(
@@ -221,13 +211,8 @@ class Template(nn.Module):
         """Call ``function`` with the module while it holds ``parameters`` and ``buffers``.
 
         Other tensors that it assigns to attributes of modules belong to one replica or, under vmap, to a transform that
-        has ended. They are removed again, with one warning.
-
-        Returns:
-            The result, and the new tensors by the index of the buffer that they were assigned to.
-
-        Raises:
-            RuntimeError: a buffer was removed or has another shape now.
+        has ended. They are removed again, with one warning. The new tensors of buffers are returned beside the result,
+        by the index of the buffer.
         """
         names = (*self._parameter_names, *self._buffer_names)
         tensors = {

@@ -58,11 +58,9 @@ _AS_INPUT = _functions(F, "batch_norm group_norm instance_norm layer_norm")
 
 
 class StackMode(TorchFunctionMode):
-    """A mode in which functions compute under vmap what they compute without it.
+    """A mode in which functions compute under vmap what they compute without it, by the autocast rules of ``device``.
 
-    Args:
-        device: the device of the replicas, whose autocast rules apply.
-        replica: a tensor that vmap has cut into one slice per replica; its values do not matter.
+    ``replica`` is a tensor that vmap has cut into one slice per replica; its values do not matter.
     """
 
     def __init__(self, device: torch.device, replica: Tensor) -> None:
@@ -219,13 +217,8 @@ def refuse_checkpointing() -> Iterator[None]:
     It would compute forward again in the backward pass, when the replicas' tensors are no longer in the module. Saved
     tensor hooks of the caller stay in force.
     """
-    try:
-        refused = disable_saved_tensors_hooks("torch.utils.checkpoint would compute forward again outside of vmap")
-        refused.__enter__()
-    except RuntimeError:  # the caller has hooks already
+    with contextlib.ExitStack() as block:
+        with contextlib.suppress(RuntimeError):  # the caller has hooks already
+            message = "torch.utils.checkpoint would compute forward again outside of vmap"
+            block.enter_context(disable_saved_tensors_hooks(message))
         yield
-        return
-    try:
-        yield
-    finally:
-        refused.__exit__(None, None, None)

@@ -19,7 +19,8 @@ from hdet_kernels.converge import AverageRequest, Report, converger_of
 from hdet_kernels.converge.split_masters import SplitRegion
 from hdet_kernels.converge.transport import Transport
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
-from hdet_kernels.split_master import read_split, split
+from hdet_kernels.ops.halves import read_halves
+from hdet_kernels.split_master import split
 from tests.ranks import Cases, run_ranks
 from tests.training import same, with_averaging
 
@@ -162,7 +163,7 @@ def _tracked(rank: int) -> tuple[dict[str, tuple[int, int]], dict[str, bool]]:
         tracker = MemoryTracker("cpu")
         if backup:
             with tracker.phase("consensus"), converger.consensus(Report(step=0)):
-                first = read_split(*(halves[:9] for halves in buckets.split_masters[0]))
+                first = read_halves(*(halves[:9] for halves in buckets.split_masters[0]))
                 right["consensus"] = same(first, mean[:9])
         with tracker.phase(f"sync, {backup}"):
             outcome = converger.converge(Report(step=0))
@@ -306,5 +307,5 @@ def test_buckets_are_those_of_the_joined_masters(rows: int) -> None:
         assert same(mean, expected)
         for each in (region, tensors):
             transport.unpack(each, bucket, -mean, 0.5)
-    assert same(read_split(region.param, region.low), joined), "written in all rows"
+    assert same(read_halves(region.param, region.low), joined), "written in all rows"
     assert same(torch.cat(list(region.parts(12)), dim=-1), joined)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import Scalars
 from hdet_kernels.ops import backends as registry
 from hdet_kernels.ops.chunks import CHUNK, ChunkTable
 from hdet_kernels.ops.table import HyperTable
+from hdet_kernels.tensors import Slot
 
 RULES: dict[str, tuple[str, dict[str, float]]] = {
     "sgd": ("sgd", {"lr": 0.1}),

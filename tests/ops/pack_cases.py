@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Piece
 from hdet_kernels.ops.chunks import CHUNK
 from hdet_kernels.ops.pack import Pack
+from hdet_kernels.tensors import Piece
 from tests.ops.cases import BF16, FP16, FP32, FP64, POISON, SENTINEL, assert_same
 
 DTYPES = {

@@ -89,10 +89,9 @@ def test_unknown_and_unfit_backends_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 OPERATIONS = {
-    "step": ("bind_step",),
-    "reduce": ("grad_norm",),
+    "step": ("bind_step", "grad_norm"),
     "pack": ("pack", "unpack"),
-    "wire": ("wire_operators",),
+    "wire": ("encode", "merge", "decode"),
     "rowwise": ("rowwise_adagrad",),
 }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import chunks
 from hdet_kernels.ops.chunks import (
     CHUNK,
@@ -23,7 +22,7 @@ from hdet_kernels.ops.chunks import (
 )
 from hdet_kernels.ops.operators import why_not
 from hdet_kernels.ops.table import COLUMNS
-from hdet_kernels.ops.torch.rules import Row
+from hdet_kernels.tensors import Slot
 
 CPU = torch.device("cpu")
 
@@ -291,7 +290,6 @@ def test_the_layout_is_that_of_the_c_header() -> None:
         return re.findall(r"^\s*(\w+) (\w+);", body.group(1), re.M)
 
     assert fields("Row") == [("double", name) for name in COLUMNS]
-    assert Row._fields == COLUMNS
     assert fields("Slot") == [("int64_t", name) for name in ("offset", "count", "row")]
     assert fields("Chunk") == [("int64_t", name) for name in ("offset", "start", "count", "slot")]
     assert fields("Gradient") == [("int64_t", "address"), ("GradientType", "type")]

@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fake kernels, tracing by torch.compile; checks of the compiled ones."""
+"""The compiled operators as torch sees them: schemas, fake kernels, tracing by torch.compile; their own checks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Piece
 from hdet_kernels.ops import STATES
-from hdet_kernels.ops.backends import implementation
-from hdet_kernels.ops.chunks import flat_gradients
 from hdet_kernels.ops.compiled import SCRATCH_BYTES
-from hdet_kernels.ops.pack import MOST_ROWS, PieceTable
-from hdet_kernels.ops.torch.companding import first_scales
+from hdet_kernels.ops.pack import MOST_ROWS, Pack
 from hdet_kernels.ops.wire import FORMATS, Wire
+from hdet_kernels.tensors import Piece
 from tests.ops.cases import (
-    BACKENDS,
     BF16,
     FP32,
-    INTERPRETER_IN_FULL,
     RULES,
     Case,
     assert_same,
@@ -32,6 +27,8 @@ from tests.ops.cases import (
 
 ROOT = Path(__file__).parents[2]
 SIZES = (1030, 0, 5)
+OPERATORS = torch.ops.hdet_kernels
+COMPILED = [available("cpp", "cpu"), available("cuda", "cuda")]
 
 # A rule without states in fp32, and one with all states in bf16 with a master; other combinations in make test-full.
 STEPS = [
@@ -45,59 +42,25 @@ STEPS = [
 EACH_FORMAT = [pytest.param("bf16", marks=pytest.mark.full), "int8"]
 
 
-def is_compiled(backend: str) -> bool:
-    return backend in ("cpp", "cuda")
-
-
-def step_operators(backend: str) -> tuple[Any, Any]:
-    """Return the operators of step and norm."""
-    if is_compiled(backend):
-        return torch.ops.hdet_kernels.step_.default, torch.ops.hdet_kernels.grad_norm.default
-    return implementation(backend, "step").STEP, implementation(backend, "reduce").NORM
-
-
-def step_arguments(case: Case, backend: str, table: Tensor, *scalars: Tensor | None) -> list[Any]:
+def step_arguments(case: Case, table: Tensor, *scalars: Tensor | None) -> list[Any]:
     """Return the arguments of the step operator, with three ``scalars``."""
     flats = [case.param, case.master, *[*case.states, None, None][:3], None, None, case.steps]
-    return [list(STATES).index(case.rule), *flats, table, *step_tables(case, backend), *scalars, False, 1]
+    on_device = case.chunks.point_at(case.chunks.match(case.grads))
+    scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
+    tables = [case.chunks.slots, case.chunks.chunks, on_device, scratch]
+    return [list(STATES).index(case.rule), *flats, table, *tables, *scalars, False, 1]
 
 
-def step_tables(case: Case, backend: str) -> list[Any]:
-    """Return the arguments of the step operator between the hyperparameters and the scalars."""
-    grads = case.chunks.match(case.grads)
-    on_device = case.chunks.point_at(grads)
-    if backend == "torch":
-        spans = [slot.offset for slot in case.chunks.entries], first_scales(slot.numel for slot in case.chunks.entries)
-        return [case.chunks.slots, on_device, *spans, flat_gradients(grads)]
-    if is_compiled(backend):
-        scratch = torch.zeros(SCRATCH_BYTES * len(case.chunks.entries), dtype=torch.uint8, device=case.param.device)
-        return [case.chunks.slots, case.chunks.chunks, on_device, scratch]
-    from hdet_kernels.ops.triton.step import dtypes_of
-
-    return [case.chunks.slots, case.chunks.chunks, on_device, dtypes_of(grads)]
-
-
-def norm_arguments(case: Case, backend: str) -> list[Any]:
+def norm_arguments(case: Case) -> list[Any]:
     """Return the arguments of the norm operator."""
-    grads = case.chunks.match(case.grads)
-    return [case.chunks.chunks, flat_gradients(grads) if backend == "torch" else case.chunks.point_at(grads), 1]
+    return [case.chunks.chunks, case.chunks.point_at(case.chunks.match(case.grads)), 1]
 
 
-def pack_operators(backend: str) -> tuple[Any, Any]:
-    """Return the operators of packing and unpacking."""
-    if is_compiled(backend):
-        return torch.ops.hdet_kernels.pack.default, torch.ops.hdet_kernels.unpack.default
-    module = implementation(backend, "pack")
-    return module.PACK, module.UNPACK
-
-
-def pack_arguments(backend: str, device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
+def pack_arguments(device: str) -> tuple[list[Tensor], list[Any], list[Any]]:
     """Return tensors of two rows, the arguments to pack them (both rows, over 3), and to unpack them (halved)."""
     tensors = [torch.randn(2, 70, device=device).to(kind) for kind in (FP32, BF16)]
-    table = PieceTable([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], 2, tensors[0].device, FP32)
+    table = Pack([70, 70], [Piece(1, 3, 40), Piece(0, 0, 70)], tensors[0].device, FP32, rows=2)
     staging = torch.zeros(table.numel, device=device)
-    if backend == "torch":
-        return tensors, [tensors, *table.spans, 3, 3.0, staging], [tensors, *table.spans, 2.0, staging]
     tables = [table.chunks, table.point_at(table.match(tensors)), table.strides]
     return tensors, [*tables, 3, 3.0, staging], [*tables, 2, 2.0, staging]
 
@@ -113,56 +76,57 @@ def small_case(name: str, device: str, *, master: bool = False) -> Case:
 
 
 @pytest.mark.parametrize(("name", "master"), STEPS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_opcheck_of_a_step(backend: tuple[str, str], name: str, master: bool) -> None:
-    where, device = backend
+    device = backend[1]
     case = small_case(name, device, master=master)
     scalars = [torch.ones(1, device=device), torch.ones(1, device=device).double(), torch.zeros(1, device=device)]
     for given in (scalars, [None, None, None]):
         table = make_table(device, RULES[name][1]).tensor
-        torch.library.opcheck(step_operators(where)[0], step_arguments(case, where, table, *given))
+        torch.library.opcheck(OPERATORS.step_.default, step_arguments(case, table, *given))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_opcheck_of_the_norm(backend: tuple[str, str]) -> None:
-    where, device = backend
+    device = backend[1]
     case = small_case("sgd", device)
-    torch.library.opcheck(step_operators(where)[1], norm_arguments(case, where))
+    torch.library.opcheck(OPERATORS.grad_norm.default, norm_arguments(case))
 
 
 @pytest.mark.parametrize("format", EACH_FORMAT)
-@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_opcheck_of_a_compressed_average(backend: tuple[str, str], format: str) -> None:
-    where, device = backend
-    wire = Wire(format, 1500, 2, torch.device(device), backend=where)
+    device = backend[1]
+    wire = Wire(format, 1500, 2, torch.device(device), backend=backend[0])
     x, consensus, error, target = torch.randn(4, 1500, device=device)
     number, sent, row = FORMATS.index(format), wire.empty().zero_(), wire.empty().zero_()[0]
     for given in (error, None):
         merged = None if given is None else torch.randn(wire.shard, device=device)
-        torch.library.opcheck(wire._encode, (number, x, consensus, given, sent))
-        torch.library.opcheck(wire._merge, (number, sent, 2.0, merged, row))
-        torch.library.opcheck(wire._decode, (number, sent, consensus, None if given is None else target))
+        torch.library.opcheck(OPERATORS.encode.default, (number, x, consensus, given, sent))
+        torch.library.opcheck(OPERATORS.merge.default, (number, sent, 2.0, merged, row))
+        torch.library.opcheck(OPERATORS.decode.default, (number, sent, consensus, None if given is None else target))
 
 
-@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_opcheck_of_pack_and_unpack(backend: tuple[str, str]) -> None:
-    tensors, *given = pack_arguments(*backend)
-    for operator, arguments in zip(pack_operators(backend[0]), given, strict=True):
+    tensors, *given = pack_arguments(backend[1])
+    for operator, arguments in zip((OPERATORS.pack.default, OPERATORS.unpack.default), given, strict=True):
         torch.library.opcheck(operator, arguments)
     assert len(tensors) == 2  # keeps them alive until here
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -> None:
-    where, device = backend
-    step, norm = step_operators(where)
+    device = backend[1]
+    step, norm = OPERATORS.step_.default, OPERATORS.grad_norm.default
     row = RULES["adamw"][1] | {"max_grad_norm": 1.0}
     results = []
     for compiled in (False, True):
         case = small_case("adamw", device)
         table = make_table(device, row).tensor
-        rule, *flats = step_arguments(case, where, table, None, None, None)[:10]
-        tables, grads = step_tables(case, where), norm_arguments(case, where)
+        rule, *flats = step_arguments(case, table, None, None, None)
+        tables, flats = flats[9:13], flats[:9]
+        grads = norm_arguments(case)
 
         def train(
             flats: list[Any] = flats, rule: int = rule, tables: list[Any] = tables, grads: list[Any] = grads
@@ -178,11 +142,11 @@ def test_a_compiled_function_steps_like_an_eager_one(backend: tuple[str, str]) -
     assert_same(*results)
 
 
-@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]) -> None:
-    where, device = backend
-    wire = Wire("int8", 1500, 1, torch.device(device), backend=where)
-    encode, merge, decode = wire._encode, wire._merge, wire._decode
+    device = backend[1]
+    wire = Wire("int8", 1500, 1, torch.device(device), backend=backend[0])
+    encode, merge, decode = OPERATORS.encode.default, OPERATORS.merge.default, OPERATORS.decode.default
 
     def average(x: Tensor, consensus: Tensor, error: Tensor, sent: Tensor, merged: Tensor) -> Tensor:
         encode(1, x, consensus, error, sent)
@@ -198,13 +162,13 @@ def test_a_compiled_function_averages_like_an_eager_one(backend: tuple[str, str]
     assert_same(*results)
 
 
-@pytest.mark.parametrize("backend", INTERPRETER_IN_FULL)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[str, str]) -> None:
-    pack, unpack = pack_operators(backend[0])
+    pack, unpack = OPERATORS.pack.default, OPERATORS.unpack.default
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        tensors, to, back = pack_arguments(*backend)
+        tensors, to, back = pack_arguments(backend[1])
 
         def average(to: list[Any] = to, back: list[Any] = back) -> Tensor:
             pack(*to)
@@ -221,7 +185,7 @@ def test_a_compiled_function_packs_and_unpacks_like_an_eager_one(backend: tuple[
 def cpp_arguments(case: Case, row: dict[str, float]) -> list[Any]:
     """Return the arguments of the step operator, with all scalars."""
     scalars = torch.ones(1), torch.ones((), dtype=torch.float64), torch.zeros(1)
-    return step_arguments(case, "cpp", make_table("cpu", row).tensor, *scalars)
+    return step_arguments(case, make_table("cpu", row).tensor, *scalars)
 
 
 # By name: the position of an argument, the change that makes it wrong, and a part of the message.
@@ -278,7 +242,7 @@ WRONG_PACKING = {
 @pytest.mark.parametrize("what", WRONG_PACKING)
 def test_the_packing_operators_check_their_arguments(backend: tuple[str, str], what: str) -> None:
     name, position, change, message = WRONG_PACKING[what]
-    tensors, *both = pack_arguments(*backend)
+    tensors, *both = pack_arguments(backend[1])
     given = both[name == "unpack"]
     given[position] = change(given[position])
     before = [tensor.clone() for tensor in tensors]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.buckets import Piece, cut
+from hdet_kernels.buckets import cut
 from hdet_kernels.ops.chunks import CHUNK
-from hdet_kernels.ops.pack import MOST_ROWS, Pack, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, Pack
+from hdet_kernels.tensors import Piece
 from tests.ops.cases import (
     BACKENDS,
     BF16,
@@ -332,15 +333,15 @@ def test_tensors_without_a_piece_are_ignored() -> None:
     assert staging.tolist() == [1.0] * 5
 
 
-def table_of(*pieces: Piece, rows: int = 1) -> PieceTable:
-    return PieceTable([10, CHUNK + 5, 7], pieces, rows, torch.device("cpu"), FP32)
+def table_of(*pieces: Piece, rows: int = 1) -> Pack:
+    return Pack([10, CHUNK + 5, 7], pieces, torch.device("cpu"), FP32, rows=rows)
 
 
 def test_chunks_follow_the_order_of_the_staging_buffer() -> None:
     table = table_of(Piece(1, 2, CHUNK + 4), Piece(0, 3, 3), Piece(2, 0, 7), Piece(1, 0, 2))
     assert table.numel == CHUNK + 2 + 7 + 2
     assert table.indices == [1, 2], "a tensor that has only empty pieces has no slot"
-    assert tuple(table.spans) == ([0, 1, 0], [2, 0, 0], [CHUNK + 4, 7, 2])
+    assert table.spans == [(0, 2, CHUNK + 4), (1, 0, 7), (0, 0, 2)]
     assert table.chunks.tolist() == [
         [0, 2, CHUNK, 0],
         [CHUNK, CHUNK + 2, 2, 0],

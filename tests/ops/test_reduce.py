@@ -117,15 +117,15 @@ def test_each_replica_has_its_norm(backend: tuple[str, str], rows: int) -> None:
 @pytest.mark.parametrize("backend", TRITON)
 def test_triton_programs_share_chunks(backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """More chunks than programs, two programs for a replica of three chunks, and fewer programs than replicas."""
-    from hdet_kernels.ops.triton import reduce as triton_reduce
+    from hdet_kernels.ops.triton import step as triton_step
 
     where, device = backend
-    monkeypatch.setattr(triton_reduce, "PROGRAMS", 4)
+    monkeypatch.setattr(triton_step, "PROGRAMS", 4)
     case = gradients(FP32, (FP32, BF16), device)
     assert len(case.chunks.chunks) == 7, "two chunks for each program but the last"
     assert norm(case, where).item() == pytest.approx(true_norms(case).item(), rel=1e-14)
     for programs, rows in ((4, 2), (2, 4)):
-        monkeypatch.setattr(triton_reduce, "PROGRAMS", programs)
+        monkeypatch.setattr(triton_step, "PROGRAMS", programs)
         case = make_case("sgd", (CHUNK + 1, 5) * rows, FP32, device, optional=False)
         torch.testing.assert_close(norm(case, where, rows).cpu(), true_norms(case, rows), rtol=1e-14, atol=0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.rowwise import RowGradient, arithmetic, row_gradient, rowwise_adagrad_
+from hdet_kernels.ops.rowwise import RowGradient, RowWiseArguments, arithmetic, row_gradient, rowwise_adagrad_
 from hdet_kernels.ops.table import HyperTable
 from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, assert_same, interpreted, naming
 
@@ -46,10 +46,8 @@ class Case:
 
     def step(self, backend: str, **options: Any) -> None:
         gradient = row_gradient(self.grad, self.param.dtype)
-        rowwise_adagrad_(
-            self.param, self.sums, self.steps, self.table.tensor, 1, gradient, decoupled=self.decoupled,
-            backend=backend, **options,
-        )  # fmt: skip
+        given = RowWiseArguments(self.param, self.sums, self.steps, self.table.tensor, 1, *gradient, **options)
+        rowwise_adagrad_(given._replace(decoupled=self.decoupled), backend=backend)
 
     def expected(self, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return table and sums after the step, in float64, computed row by row."""
@@ -167,7 +165,7 @@ def test_bad_arguments_change_nothing() -> None:
 
     def refused(message: str, gradient: RowGradient, param: Tensor = case.param, sums: Tensor = case.sums) -> None:
         with pytest.raises(ValueError, match=message):
-            rowwise_adagrad_(param, sums, case.steps, case.table.tensor, 1, gradient)
+            rowwise_adagrad_(RowWiseArguments(param, sums, case.steps, case.table.tensor, 1, *gradient))
 
     refused("names rows 0 to 23 of an embedding table of 23", RowGradient(torch.ones(2, 4), torch.tensor([0, 23])))
     refused("names rows -1 to -1", RowGradient(values, rows - 1))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hdet_kernels import ops
-from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import Scalars
 from hdet_kernels.ops.chunks import CHUNK, ChunkTable
+from hdet_kernels.tensors import Slot
 from tests.ops.cases import (
     BACKENDS,
     BF16,

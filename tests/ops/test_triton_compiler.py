@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from hdet_kernels.buckets import Slot
 from hdet_kernels.ops import OPTIONAL_STATES, STATES, backends
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES, ChunkTable
 from hdet_kernels.ops.torch.rounding import random_bits, round_stochastically, rounding_key
+from hdet_kernels.tensors import Slot
 from tests.ops.cases import (
     BF16,
     FP32,
@@ -43,7 +43,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hdet_kernels.ops.triton import pack as triton_pack  # noqa: E402
-from hdet_kernels.ops.triton import reduce as triton_reduce  # noqa: E402
 from hdet_kernels.ops.triton import rules as triton_rules  # noqa: E402
 from hdet_kernels.ops.triton import step as triton_step  # noqa: E402
 from hdet_kernels.ops.triton import wire as triton_wire  # noqa: E402
@@ -103,9 +102,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, objec
         yield f"advance-{rule}", triton_step._advance, tables | numbers | given, constants, 90
     types = {"chunks": "*i64", "gradients": "*i64", "partials": "*fp64", "count": "i32", "each": "i32"}
     types["programs"] = "i32"
-    yield "reduce", triton_reduce._reduce, types, {}, 90
+    yield "reduce", triton_step._reduce, types, {}, 90
     types = {"partials": "*fp64", "result": "*fp64", "count": "i32"}
-    yield "finish", triton_reduce._finish, types, {"PROGRAMS": triton_reduce.PROGRAMS}, 90
+    yield "finish", triton_step._finish, types, {"PROGRAMS": triton_step.PROGRAMS}, 90
     yield from _split_masters()
     yield from _packing()
     yield from _wire_kernels()

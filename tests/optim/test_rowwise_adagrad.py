@@ -165,16 +165,26 @@ def test_what_is_refused() -> None:
     trained(model, optimizer, 1)
     before = copy.deepcopy(optimizer.state_dict())
     for damage, message in (
-        (lambda state: state["state"][0].pop("sum"), r"must have step and sum, got \['step'\]"),
-        (lambda state: state["state"].pop(1), "the state of parameter 1 must have step and sum, got None"),
-        (lambda state: state["state"][0].update(sum=torch.ones(3)), r"must have 40 numbers, one a row, got \(3,\)"),
-        (lambda state: state.pop("state"), "must have state and param_groups"),
+        (lambda state: state["state"][0].pop("sum"), "has step; FusedRowWiseAdagrad needs sum"),
+        (
+            lambda state: state["state"].pop(1),
+            "parameter 1 of group 0 has no entries; FusedRowWiseAdagrad needs step, sum",
+        ),
+        (
+            lambda state: state["state"][0].update(sum=torch.ones(3)),
+            r"has sum of shape \(3,\), its parameter has \(40, 6\)",
+        ),
+        (lambda state: state.pop("state"), "a dict with a dict 'state' and a list 'param_groups'"),
     ):
         damaged = copy.deepcopy(before)
         damage(damaged)
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(damaged)
         assert same(optimizer.state_dict(), before)
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match="does not clip, got max_grad_norm"):
+        optimizer.step()
+    optimizer.max_grad_norm = None
     model.wide.weight.grad = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (40, 6))
     with pytest.raises(RuntimeError, match="has 2 sparse dimensions, expected one"):
         optimizer.step()

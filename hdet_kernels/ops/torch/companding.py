@@ -59,9 +59,6 @@ BLOCKS_PER_CHUNK = CHUNK // BLOCK
 #: States that can be negative. All others are sums of squares.
 SIGNED_STATES = frozenset({"momentum_buffer", "exp_avg"})
 
-#: In place of a random number around 0: rounding to nearest.
-NEAREST = 0.0
-
 #: By whether the state is signed, the level of the scale, (1 - 2⁻²⁰)·127² or 511⁴ in float32, and the smallest scale.
 TOP = {True: 16128.984375, False: 68184113152.0}
 SMALLEST_SCALE = {True: 2.0**-112, False: 2.0**-90}
@@ -81,13 +78,7 @@ def first_scales(numels: Iterable[int]) -> list[int]:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the float32 values of a slot.
-
-    Args:
-        codes: uint8 [n], or [replicas, n].
-        scales: float32 [blocks of n], or [replicas, blocks of n].
-        signed: Whether the state can be negative.
-    """
+    """Return the float32 values of codes [n] with scales [blocks of n], or [replicas, …] both."""
     unit = _spread(scales * (1 / TOP[signed]), codes)
     if signed:
         steps = codes.float() - 128
@@ -96,22 +87,17 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return square * square * unit
 
 
-def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scales of a slot.
+def encode(values: Tensor, signed: bool, noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of float32 values [n], or [replicas, n].
 
-    Args:
-        values: float32 [n], or [replicas, n].
-        signed: Whether the state can be negative.
-        noise: 16 random bits for each element; default: round to nearest.
-
-    Returns:
-        uint8 codes of the shape of ``values``, and float32 scales [blocks of n] or [replicas, blocks of n].
+    ``noise`` has 16 random bits for each element; the default rounds to nearest.
     """
     largest = _in_blocks(values).abs().amax(-1)  # NaN where a value is
     scales = torch.where(largest.isfinite(), largest.clamp(min=SMALLEST_SCALE[signed]), torch.nan)
     x = values.abs() * _spread(TOP[signed] / scales, values)
     x = torch.where(x < TOP[signed], x, TOP[signed])  # also where it is NaN
-    z = _centred(noise)
+    # The random number between -½ and ½ of each 16 random bits.
+    z = noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
     if signed:
         root = ((x - 0.25) + z * z).clamp(min=0).sqrt()
         steps = root - z
@@ -122,11 +108,6 @@ def encode(values: Tensor, signed: bool, noise: Tensor | float = NEAREST) -> tup
     square = between * between
     taken = (square + 1) * ((square + 5) + 8 * z * between) < y
     return torch.where(taken, upper, upper - 1).to(torch.uint8), scales
-
-
-def _centred(noise: Tensor | float) -> Tensor | float:
-    """Return the random number between -½ and ½ of each 16 random bits."""
-    return noise if isinstance(noise, float) else (noise.float() - 32767.5) * 2.0**-16
 
 
 def positions_of_bits(position: Tensor) -> Tensor:

@@ -65,11 +65,8 @@ def normalise_rows_(x: Tensor, squares: Sequence[Tensor], beta2: float, keep: Te
         N = O / (√v + 1e-10)
         O ← N·‖O‖/‖N‖
 
-    Args:
-        x: The matrices O, [count, rows, columns].
-        squares: v in parts of the batch, each [part of count, rows, 1].
-        beta2: β₂.
-        keep: bool [count, 1, 1], where v is updated; elsewhere it stays as it is.
+    ``x`` are the matrices O, [count, rows, columns], and ``squares`` is v in parts of the batch, each [part of count,
+    rows, 1]. It is updated where ``keep``, bool [count, 1, 1], says so.
     """
     before = torch.cat(list(squares))
     means = x.to(before.dtype).square().mean(2, keepdim=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.operators import ROWWISE, fake_in_place, register
 from hdet_kernels.ops.rowwise import RowWiseArguments, arithmetic
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.rounding import random_bits_at, round_stochastically, rounding_key
@@ -15,11 +12,6 @@ from hdet_kernels.ops.torch.rounding import random_bits_at, round_stochastically
 
 def rowwise_adagrad(given: RowWiseArguments) -> None:
     """Update the rows that have a gradient."""
-    ROWWISE_STEP(*given)
-
-
-def _rowwise_adagrad(*arguments: Any) -> None:
-    given = RowWiseArguments(*arguments)
     wide = arithmetic(given.param.dtype)
     h = dict(zip(COLUMNS, given.table[given.table_row].unbind(), strict=True))
     t = given.steps.to(given.table.dtype).squeeze() + 1
@@ -77,6 +69,3 @@ def _random_bits(given: RowWiseArguments, key: Tensor, rows: Tensor | None) -> T
     row = torch.arange(height, device=given.param.device) if rows is None else rows
     position = row[:, None] * width + torch.arange(width, device=given.param.device)
     return random_bits_at(key, 0, position)
-
-
-ROWWISE_STEP = register("torch_rowwise_adagrad_", ROWWISE, "()", _rowwise_adagrad, fake_in_place)

@@ -3,8 +3,9 @@
 θ is a parameter, g its gradient (already multiplied by the AMP and clipping factor, and negated for ``maximize``), t
 the number of this step, counted from 1. A rule has three parts:
 
-- ``derive`` computes, for all parameters at once, the numbers that are the same for every element of a parameter.
-- ``push`` updates the states of one parameter by its gradient and returns the direction of the update.
+- ``derive`` computes, for all parameters at once, the numbers that are the same for every element of a parameter, given
+  t, where no step with momentum came before (``first``), and the hyperparameters.
+- ``push`` updates the states of one parameter by its gradient and returns the direction of the update and the states.
 - ``move`` applies that direction to the parameter.
 
 Replicas that share a gradient share the push of replica 0. On an accelerator derived numbers stay there as scalars in
@@ -15,14 +16,13 @@ reads, rounds and writes.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.step import check_rules
-
-States = list[Tensor | None]
+# The states of one parameter as flat tensors; None for an optional one that is not in use.
+States = list[Any]
 
 # A derived number or truth value: on the host, or a tensor without dimensions.
 Scalar = Any
@@ -34,38 +34,8 @@ Numbers = SimpleNamespace
 Push = tuple[Any, ...]
 
 
-class Row(NamedTuple):
-    """The columns of the hyperparameter table (``ops.table.COLUMNS``), each with one element for each parameter."""
-
-    lr: Tensor
-    weight_decay: Tensor
-    beta1: Tensor
-    beta2: Tensor
-    eps: Tensor
-    momentum: Tensor
-    dampening: Tensor
-    lr_decay: Tensor
-    max_grad_norm: Tensor
-    seed: Tensor
-    nesterov: Tensor
-    amsgrad: Tensor
-    maximize: Tensor
-
-
-class Rule(Protocol):
-    """An update rule."""
-
-    def derive(self, t: Tensor, first: Tensor, h: Row) -> dict[str, Tensor]:
-        """Return the derived numbers, each with one element for each parameter.
-
-        ``first`` says where no step with momentum came before.
-        """
-
-    def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
-        """Return the push and the new states, given the old states as flat tensors."""
-
-    def move(self, theta: Tensor, push: Push, n: Numbers) -> Tensor:
-        """Return the new parameter."""
+# The columns of the hyperparameter table (``ops.table.COLUMNS``) by name, each with one element for each parameter.
+Row = SimpleNamespace
 
 
 class SGD:
@@ -135,10 +105,9 @@ class AdamW:
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
         """Return m and √u as the push."""
-        m, v = _required(states, 2)
+        m, v, u = states
         m = m + n.take1 * (g - m)
         v = n.keep2 * v + n.take2 * g * g  # in this order, as torch: g² alone overflows from 1.9e19 on
-        u = states[2]
         if u is None:
             return (m, v.sqrt()), [m, v, None]
         largest = torch.maximum(u, v)
@@ -176,7 +145,7 @@ class Adagrad:
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
         """Return g and √s as the push."""
-        (total,) = _required(states, 1)
+        (total,) = states
         g = _with_l2(theta, g, n)
         total = total + g * g
         return (g, total.sqrt()), [total]
@@ -203,7 +172,7 @@ class Lion:
 
     def push(self, theta: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Push, States]:
         """Return the sign as the push."""
-        (m,) = _required(states, 1)
+        (m,) = states
         blend = n.keep1 * m + n.take1 * g
         # torch's sign(NaN) is 0, with which a parameter would stand still in silence.
         return (torch.where(blend.isnan(), blend, blend.sign()),), [n.keep2 * m + n.take2 * g]
@@ -242,7 +211,7 @@ class Muon:
         return update if is_result else theta * n.keep - n.lr * update
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, SGD | AdamW | Adagrad | Lion | Muon] = {
     "sgd": SGD(),
     "adam": Adam(),
     "adamw": AdamW(),
@@ -250,7 +219,6 @@ RULES: dict[str, Rule] = {
     "lion": Lion(),
     "muon": Muon(),
 }
-check_rules(__name__, RULES)
 
 
 def where(condition: Scalar, yes: Tensor, no: Tensor) -> Tensor:
@@ -263,10 +231,3 @@ def where(condition: Scalar, yes: Tensor, no: Tensor) -> Tensor:
 def _with_l2(theta: Tensor, g: Tensor, n: Numbers) -> Tensor:
     """Return g + λ·θ; g alone where λ is 0, because 0·θ is not 0 where θ is infinite."""
     return g if n.decays is False else where(n.decays, g + n.decay * theta, g)
-
-
-def _required(states: States, count: int) -> list[Tensor]:
-    present = [state for state in states[:count] if state is not None]
-    if len(present) != count:
-        raise ValueError(f"this rule needs {count} state buffers, got {len(present)}")
-    return present

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import NO_GRADIENT, MatchedGradients, flat_gradients
-from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, register
+from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
 from hdet_kernels.ops.step import STATES, Scalars, StepArguments
+from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import (
     SIGNED_STATES,
     block_count,
@@ -27,62 +26,47 @@ from hdet_kernels.ops.torch.companding import (
 from hdet_kernels.ops.torch.rounding import random_bits, random_bits_at, round_stochastically, rounding_key
 from hdet_kernels.ops.torch.rules import RULES, Numbers, Row, Scalar, States, where
 from hdet_kernels.split_master import split
-from hdet_kernels.tensors import in_full
+from hdet_kernels.tensors import in_full, wide_dtype
 
 
 def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     """Return a function that runs the step on given gradients and scalars."""
-    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+    chunks = arguments.chunks
     offsets = [slot.offset for slot in chunks.entries]
     of_scales = first_scales(slot.numel for slot in chunks.entries)
-    operator = partial(STEP, *arguments.flats, chunks.slots)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
-        operator(chunks.point_at(grads), offsets, of_scales, flat_gradients(grads), *scalars, rounding, rows)
+        _step(arguments, scalars, chunks.point_at(grads), offsets, of_scales, flat_gradients(grads))
 
     return run
 
 
 def _step(
-    rule: int,
-    param: Tensor,
-    master: Tensor | None,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    scales0: Tensor | None,
-    scales1: Tensor | None,
-    steps: Tensor,
-    table: Tensor,
-    slots: Tensor,
+    given: StepArguments,
+    scalars: Scalars,
     gradients: Tensor,
     offsets: Sequence[int],
     of_scales: Sequence[int],
     tensors: Sequence[Tensor | None],
-    grad_scale: Tensor | None,
-    norm: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic_rounding: bool,
-    rows: int,
 ) -> None:
     """Step every slot that has a gradient, and count its step."""
-    name = list(STATES)[rule]
-    groups = slots[:, 2]
+    name, param, steps, table, rows = given.rule, given.param, given.steps, given.table, given.rows
+    groups = given.chunks.slots[:, 2]
     t = steps.to(table.dtype).abs() + 1
-    h = Row(*table[groups].unbind(1))  # of replica 0, each column [slots]
-    own = Row(*table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each [rows, slots]
+    h = _by_column(table[groups].unbind(1))  # of replica 0, each column [slots]
+    own = _by_column(table.view(rows, -1, table.shape[1])[:, groups].unbind(2))  # of every replica, each [rows, slots]
     numbers = RULES[name].derive(t, steps <= 0, own)
-    numbers["factor"] = _gradient_factor(h, grad_scale, _norm_of_slots(norm, groups, table))
-    states, scales = (state0, state1, state2)[: len(STATES[name])], (scales0, scales1, None)
-    if stochastic_rounding or any(scale is not None for scale in scales):
+    numbers["factor"] = _gradient_factor(h, scalars.grad_scale, _norm_of_slots(scalars.norm, groups, table))
+    scales = [*given.scales, None, None, None]
+    if given.stochastic_rounding or any(scale is not None for scale in scales):
         numbers["key"] = rounding_key(own.seed, t)
-    skip: Scalar = False if found_inf is None else found_inf.squeeze() > 0
+    skip: Scalar = False if scalars.found_inf is None else scalars.found_inf.squeeze() > 0
     readable = _free_to_read(param)
     if readable and skip:
         return
     skip = False if readable else skip
-    masters = None if master is None else master.view(rows, -1)
-    walk = _Walk(name, param.view(rows, -1), masters, skip, stochastic_rounding)
+    masters = None if given.master is None else given.master.view(rows, -1)
+    walk = _Walk(name, param.view(rows, -1), masters, skip, given.stochastic_rounding)
     of_slots = _by_slot(numbers, rows, readable)
     for offset, first, grad, own_numbers in zip(offsets, of_scales, tensors, of_slots, strict=True):
         if grad is None or grad.numel() == 0:
@@ -90,7 +74,7 @@ def _step(
         span, blocks = slice(offset, offset + grad.numel()), slice(first, first + block_count(grad.numel()))
         stored = [
             _State(key, state[span], None if scale is None else scale[blocks])
-            for key, state, scale in zip(STATES[name], states, scales, strict=False)
+            for key, state, scale in zip(STATES[name], given.states, scales, strict=False)
             if state is not None
         ]
         walk.step(span, grad, stored, own_numbers)
@@ -177,6 +161,10 @@ class _Walk:
         _put(target, value, self.skip)
 
 
+def _by_column(columns: Sequence[Tensor]) -> Row:
+    return Row(**dict(zip(COLUMNS, columns, strict=True)))
+
+
 def _put(target: Tensor, value: Tensor, skip: Scalar) -> None:
     """Write a value, rounded to nearest, unless the step is skipped."""
     target.copy_(where(skip, target, value.to(target.dtype)))
@@ -215,11 +203,15 @@ def _norm_of_slots(norm: Tensor | None, groups: Tensor, table: Tensor) -> Tensor
     return norm.reshape(-1)[groups // (len(table) // norm.numel())]
 
 
-#: The operator. It takes the gradients as flat tensors.
-STEP = register(
-    "torch_step_",
-    f"{FLATS}, Tensor slots, Tensor gradients, int[] offsets, int[] first_scales, Tensor?[] tensors, {SCALARS}",
-    "()",
-    _step,
-    fake_in_place,
-)
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
+    """Return the norm of the gradients of each of ``rows`` replicas."""
+    tensors = flat_gradients(grads)
+    wide = wide_dtype(chunks.device)
+    norms = torch.zeros(rows, dtype=wide, device=chunks.device)
+    each = len(tensors) // rows
+    for row in range(rows):
+        own = [grad for grad in tensors[row * each : (row + 1) * each] if grad is not None and grad.numel()]
+        if own:
+            parts = [torch.linalg.vector_norm(grad, dtype=wide) for grad in own]
+            norms[row] = torch.linalg.vector_norm(torch.stack(parts))
+    return norms

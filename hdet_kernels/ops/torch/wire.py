@@ -7,21 +7,17 @@ reciprocal of a Python number, whose last bit differs from that of the quotient.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet_kernels.ops.operators import DECODE, ENCODE, MERGE, fake_in_place, register
 from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
 # The largest int8 code.
 MOST = 127.0
 
 
-def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
-    if wire.numel() == 0:
-        return
+def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
     difference = x - consensus
     if error is not None:
         difference = difference + error
@@ -32,9 +28,7 @@ def _encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wir
         error.copy_(lost.view(-1)[: x.numel()])
 
 
-def _merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
-    if wire.numel() == 0:
-        return
+def merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
     first, *others = _decoded(format, wires)
     for other in others:
         first = first + other
@@ -46,9 +40,7 @@ def _merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wir
         error.copy_(lost.squeeze(0))
 
 
-def _decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
-    if wire.numel() == 0:
-        return
+def decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
     consensus.add_(_decoded(format, wire).view(-1)[: consensus.numel()])
     if target is not None:
         target.copy_(consensus)
@@ -87,15 +79,3 @@ def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of the codes and the scales of an int8 ``wire``."""
     shard = shard_of(format, wire)
     return wire[:, :shard].view(torch.int8), wire[:, shard:].view(torch.float32)
-
-
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Return the operators that encode, merge and decode."""
-    return _OPERATORS
-
-
-_OPERATORS = (
-    register("torch_encode", ENCODE, "()", _encode, fake_in_place),
-    register("torch_merge", MERGE, "()", _merge, fake_in_place),
-    register("torch_decode", DECODE, "()", _decode, fake_in_place),
-)

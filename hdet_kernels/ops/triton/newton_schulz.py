@@ -60,16 +60,9 @@ BLOCK, SCALE_WARPS = 2048, 8
 
 
 def orthogonalise_(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> bool:
-    """Replace each matrix of a batch by the nearest orthogonal one, roughly.
+    """Replace each matrix of a bfloat16 batch; return False if its numbers may leave the range of float16.
 
-    Args:
-        x: The matrices, bfloat16 [count, rows, columns].
-        coefficients: a, b and c.
-        steps: How many times X is replaced.
-        eps: The least norm by which a matrix is divided.
-
-    Returns:
-        Whether it was done: the numbers may leave the range of float16.
+    The arguments are those of :func:`hdet_kernels.ops.newton_schulz.orthogonalise_`.
     """
     steps_of_segments = segments(x.shape[1:], coefficients, steps)
     if steps_of_segments is None:
@@ -88,13 +81,7 @@ def iterate_(x: Tensor, coefficients: tuple[float, float, float], eps: float, st
     """Replace each matrix of a batch, in segments.
 
     It takes the memory of another ``x``, and of two [m, m] matrices for each of the batch; four with segments of more
-    than one step.
-
-    Args:
-        x: The matrices, bfloat16 [count, rows, columns]. Each is without gaps, row by row.
-        coefficients: a, b and c.
-        eps: The least norm by which a matrix is divided.
-        steps_of_segments: The result of :func:`segments`.
+    than one step. Each matrix of ``x`` is without gaps, row by row.
     """
     count, rows, columns = x.shape
     tall, size = rows > columns, min(rows, columns)
@@ -115,14 +102,7 @@ def segments(shape: Sequence[int], coefficients: tuple[float, float, float], ste
 
     k segments take the time of α·k·(1 + h) + (4·steps − 3·k)·h whole products of [m, m] matrices, where h is
     :data:`HALF`. So there are as few segments as precision allows if α·(1 + h) > 3·h (α > 1.24), else steps alone.
-
-    Args:
-        shape: The shape of a matrix.
-        coefficients: a, b and c.
-        steps: How many steps there are.
-
-    Returns:
-        The steps of each segment, or None if the numbers may leave the range of float16.
+    The result is None if the numbers may leave the range of float16.
     """
     if not _in_range(coefficients, steps):
         return None
@@ -196,14 +176,8 @@ def symmetric_product(
     Args:
         x: float16 [batch, m, n] of any strides.
         y: Like ``x``, with a symmetric product ``x·yᵀ``: x itself, or symmetric and commuting with a symmetric x.
-        out: float16 [batch, m, m], contiguous, and none of the others.
-        alpha: The factor of the product.
+        out: float16 [batch, m, m], contiguous, and none of the others. It is returned.
         base: float16 [batch, m, m], symmetric and contiguous; None for 0.
-        beta: The factor of ``base``.
-        diagonal: The factor of the identity.
-
-    Returns:
-        ``out``.
     """
     batch, size, inner = x.shape
     # The interpreter takes a time for each tile; small tiles let small tests have several.
@@ -218,16 +192,9 @@ def symmetric_product(
 
 
 def scale(x: Tensor, out: Tensor, factor: float, norms: Tensor | None = None) -> Tensor:
-    """Write ``factor·x``, divided by the norm of each matrix.
+    """Write ``factor·x``, divided by the norm of each matrix, to ``out``, which may be the memory of ``x``.
 
-    Args:
-        x: bfloat16 or float16 [batch, rows, columns], each matrix row by row without gaps.
-        out: Like ``x``, in a dtype of its own. It may be the memory of ``x``.
-        factor: The factor.
-        norms: float32 [batch], contiguous; None for 1.
-
-    Returns:
-        ``out``.
+    They are bfloat16 or float16 [batch, rows, columns], each matrix row by row without gaps.
     """
     length = x[0].numel()
     with torch.cuda.device_of(x):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from struct import pack as to_bytes
 from struct import unpack as from_bytes
+from typing import Any
 
 import torch
 import triton
@@ -13,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import CHUNK, GRADIENT_DTYPES
-from hdet_kernels.ops.operators import fake_in_place, register
-from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, PieceTable
+from hdet_kernels.ops.pack import MOST_ROWS, MatchedTensors, Pack
 from hdet_kernels.ops.triton.rounding import nearest, widened
 
 # Elements of one program, for one row and for several, and its warps. A thread has four 16-byte loads of one float32
@@ -47,36 +47,25 @@ def _pack_chunk(
     others = tl.cast(others, tl.int64)
     divisor = _number(divisor, staging.dtype.element_ty)
     start += tl.cast(first, tl.int64) * stride
+    work = (staging, offset, address, start, stride, count)
     if count > 0:
         if staging.dtype.element_ty == tl.float64:
-            _pack_as(tl.float64, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.float64, work, others, divisor, MANY, DIVIDE, BLOCK)
         elif number == _FLOAT32:
-            _pack_as(tl.float32, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.float32, work, others, divisor, MANY, DIVIDE, BLOCK)
         elif number == _BFLOAT16:
-            _pack_as(tl.bfloat16, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.bfloat16, work, others, divisor, MANY, DIVIDE, BLOCK)
         else:
-            _pack_as(tl.float16, staging, offset, address, start, stride, count, others, divisor, MANY, DIVIDE, BLOCK)
+            _pack_as(tl.float16, work, others, divisor, MANY, DIVIDE, BLOCK)
 
 
 @triton.jit
-def _pack_as(
-    TYPE: tl.constexpr,
-    staging,
-    offset,
-    address,
-    start,
-    stride,
-    count,
-    others,
-    divisor,
-    MANY: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _pack_as(TYPE: tl.constexpr, work, others, divisor, MANY: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    staging, offset, address, start, stride, count = work
     VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, BLOCK)
     begin = address.to(tl.pointer_type(TYPE)) + start
-    if _vectors(address, start, stride, count, offset, TYPE, MANY, VECTOR, BLOCK):
+    if _vectors(work, TYPE, MANY, VECTOR, BLOCK):
         # Tell the compiler what was just tested, so that VECTOR elements become one access.
         row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
@@ -110,35 +99,25 @@ def _sum(row, stride, inside, others, wide: tl.constexpr, MANY: tl.constexpr):
 def _unpack_chunk(chunks, places, strides, staging, rows, divisor, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
     offset, start, count, address, number, stride = _work_of(chunks, places, strides, BLOCK)
     divisor = _number(divisor, staging.dtype.element_ty)
+    work = (staging, offset, address, start, stride, count)
     if count > 0:
         if staging.dtype.element_ty == tl.float64:
-            _unpack_as(tl.float64, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.float64, work, rows, divisor, DIVIDE, BLOCK)
         elif number == _FLOAT32:
-            _unpack_as(tl.float32, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.float32, work, rows, divisor, DIVIDE, BLOCK)
         elif number == _BFLOAT16:
-            _unpack_as(tl.bfloat16, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.bfloat16, work, rows, divisor, DIVIDE, BLOCK)
         else:
-            _unpack_as(tl.float16, staging, offset, address, start, stride, count, rows, divisor, DIVIDE, BLOCK)
+            _unpack_as(tl.float16, work, rows, divisor, DIVIDE, BLOCK)
 
 
 @triton.jit
-def _unpack_as(
-    TYPE: tl.constexpr,
-    staging,
-    offset,
-    address,
-    start,
-    stride,
-    count,
-    rows,
-    divisor,
-    DIVIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _unpack_as(TYPE: tl.constexpr, work, rows, divisor, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    staging, offset, address, start, stride, count = work
     VECTOR: tl.constexpr = 128 // staging.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, BLOCK)
     begin = address.to(tl.pointer_type(TYPE)) + start
-    if _vectors(address, start, stride, count, offset, TYPE, True, VECTOR, BLOCK):
+    if _vectors(work, TYPE, True, VECTOR, BLOCK):
         row = tl.multiple_of(begin + lanes, VECTOR * TYPE.primitive_bitwidth // 8)
         at = offset // VECTOR * VECTOR + lanes
         value = nearest(_quotient(tl.load(staging + at), divisor, DIVIDE), TYPE)
@@ -179,18 +158,9 @@ def _work_of(chunks, places, strides, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _vectors(
-    address,
-    start,
-    stride,
-    count,
-    offset,
-    TYPE: tl.constexpr,
-    MANY: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _vectors(work, TYPE: tl.constexpr, MANY: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """Return whether this is a whole block that can be moved ``VECTOR`` elements at a time, on both sides."""
+    _, offset, address, start, stride, count = work
     size: tl.constexpr = TYPE.primitive_bitwidth // 8
     whole = (count >= BLOCK) & ((address + start * size) % (VECTOR * size) == 0) & (offset % VECTOR == 0)
     if MANY:
@@ -211,54 +181,42 @@ def _quotient(value, divisor, DIVIDE: tl.constexpr):
     return value
 
 
-def pack(table: PieceTable, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
+def pack(table: Pack, matched: MatchedTensors, included: int, divisor: float, staging: Tensor) -> None:
     """Sum the rows whose bit in ``included`` is set, divide, and write the pieces to ``staging``."""
-    PACK(table.chunks, table.point_at(matched), table.strides, included, divisor, staging)
+    first, *others = [row for row in range(MOST_ROWS) if included >> row & 1]
+    constants = {"MANY": bool(others), "BLOCK": BLOCK_OF_ROWS if others else BLOCK}
+    rest = sum(1 << (row - first - 1) for row in others)
+    _launch(_pack_chunk, table, matched, staging, first, rest, divisor=divisor, **constants)
 
 
-def unpack(table: PieceTable, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
+def unpack(table: Pack, matched: MatchedTensors, divisor: float, staging: Tensor) -> None:
     """Divide ``staging`` and write its pieces to every row of the tensors."""
-    UNPACK(table.chunks, table.point_at(matched), table.strides, table.rows, divisor, staging)
+    _launch(_unpack_chunk, table, matched, staging, table.rows, divisor=divisor, BLOCK=BLOCK)
 
 
-def _pack(chunks: Tensor, places: Tensor, strides: Tensor, included: int, divisor: float, staging: Tensor) -> None:
-    rows = [row for row in range(MOST_ROWS) if included >> row & 1]
-    if not rows:
-        staging.zero_()
-    if not rows or not len(chunks):
+def _launch(
+    kernel: Any,
+    table: Pack,
+    matched: MatchedTensors,
+    staging: Tensor,
+    *numbers: int,
+    divisor: float,
+    **constants: int,
+) -> None:
+    programs = len(table.chunks) * (CHUNK // constants["BLOCK"])
+    if not programs:
         return
-    first, others = rows[0], sum(1 << (row - rows[0] - 1) for row in rows[1:])
-    block = BLOCK_OF_ROWS if others else BLOCK
+    constants |= {"DIVIDE": divisor != 1}
     with torch.cuda.device_of(staging):
-        _pack_chunk[(len(chunks) * (CHUNK // block),)](
-            chunks,
-            places,
-            strides,
+        kernel[(programs,)](
+            table.chunks,
+            table.point_at(matched),
+            table.strides,
             staging,
-            first,
-            others,
+            *numbers,
             _bits(divisor),
-            MANY=others != 0,
-            DIVIDE=divisor != 1,
-            BLOCK=block,
             num_warps=WARPS,
-        )
-
-
-def _unpack(chunks: Tensor, places: Tensor, strides: Tensor, rows: int, divisor: float, staging: Tensor) -> None:
-    if not len(chunks):
-        return
-    with torch.cuda.device_of(staging):
-        _unpack_chunk[(len(chunks) * (CHUNK // BLOCK),)](
-            chunks,
-            places,
-            strides,
-            staging,
-            rows,
-            _bits(divisor),
-            DIVIDE=divisor != 1,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            **constants,
         )
 
 
@@ -266,19 +224,3 @@ def _bits(number: float) -> int:
     """Return the bits of a float64 as a whole number, because Triton would take a Python float for a float32."""
     bits: int = from_bytes("<q", to_bytes("<d", number))[0]
     return bits
-
-
-PACK = register(
-    "triton_pack",
-    "Tensor chunks, Tensor places, Tensor strides, int included, float divisor, Tensor(a!) staging",
-    "()",
-    _pack,
-    fake_in_place,
-)
-UNPACK = register(
-    "triton_unpack",
-    "Tensor chunks, Tensor(a!) places, Tensor strides, int rows, float divisor, Tensor staging",
-    "()",
-    _unpack,
-    fake_in_place,
-)

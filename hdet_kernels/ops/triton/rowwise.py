@@ -4,27 +4,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from hdet_kernels.ops.operators import ROWWISE, fake_in_place, register
 from hdet_kernels.ops.rowwise import RowWiseArguments
-from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton.rounding import key_of, random_base, widened, write
+from hdet_kernels.ops.triton.rules import EPS, LR, LR_DECAY, MAXIMIZE, SEED, WEIGHT_DECAY
 
 # The most columns of a row that a program has at a time. Wider rows are summed a second time for the update.
 MOST_COLUMNS = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-_LR = tl.constexpr(COLUMNS.index("lr"))
-_WEIGHT_DECAY = tl.constexpr(COLUMNS.index("weight_decay"))
-_EPS = tl.constexpr(COLUMNS.index("eps"))
-_LR_DECAY = tl.constexpr(COLUMNS.index("lr_decay"))
-_SEED = tl.constexpr(COLUMNS.index("seed"))
-_MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -55,29 +45,24 @@ def _update_row(
     if works:
         wide: tl.constexpr = sums.dtype.element_ty
         t = tl.load(steps).to(tl.float64) + 1
-        rate = tl.load(numbers + _LR) / (1 + (t - 1) * tl.load(numbers + _LR_DECAY))
-        decay = tl.load(numbers + _WEIGHT_DECAY)
-        factor = 1 - 2 * tl.load(numbers + _MAXIMIZE)
+        rate = tl.load(numbers + LR) / (1 + (t - 1) * tl.load(numbers + LR_DECAY))
+        decay = tl.load(numbers + WEIGHT_DECAY)
+        factor = 1 - 2 * tl.load(numbers + MAXIMIZE)
         if grad_scale is not None:
             factor = factor / tl.load(grad_scale).to(tl.float64)
-        key = key_of(tl.load(numbers + _SEED), t)
+        key = key_of(tl.load(numbers + SEED), t)
+        work = (param, values, rows, order, factor.to(wide), decay.to(wide), entry, row, count, width)
         total = tl.zeros((BLOCK,), wide)
         for first in range(0, width, BLOCK):
-            g = _gradient(
-                param, values, rows, order, factor.to(wide), decay.to(wide), entry, row, first, count, width,
-                DECOUPLED, BLOCK, wide,
-            )  # fmt: skip
+            g = _gradient(work, first, DECOUPLED, BLOCK, wide)
             total += g * g
         after = tl.load(sums + row) + tl.sum(total) / width
         tl.store(sums + row, after)
         root = tl.sqrt_rn(after) if wide == tl.float32 else tl.sqrt(after)
-        rate_of_row = rate.to(wide) / (root + tl.load(numbers + _EPS).to(wide))
+        rate_of_row = rate.to(wide) / (root + tl.load(numbers + EPS).to(wide))
         kept = (1 - rate * decay).to(wide)
         for first in range(0, width, BLOCK):
-            g = _gradient(
-                param, values, rows, order, factor.to(wide), decay.to(wide), entry, row, first, count, width,
-                DECOUPLED, BLOCK, wide,
-            )  # fmt: skip
+            g = _gradient(work, first, DECOUPLED, BLOCK, wide)
             column = first + tl.arange(0, BLOCK)
             at = row * width + column
             w = widened(tl.load(param + at, mask=column < width, other=0.0), wide)
@@ -87,11 +72,9 @@ def _update_row(
 
 
 @triton.jit
-def _gradient(
-    param, values, rows, order, factor, decay, entry, row, first, count, width,
-    DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
+def _gradient(work, first, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, wide: tl.constexpr):
     """Return the summed gradient of a row in the columns from ``first`` on."""
+    param, values, rows, order, factor, decay, entry, row, count, width = work
     column = first + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.zeros((BLOCK,), wide)
@@ -114,11 +97,6 @@ def _gradient(
 
 def rowwise_adagrad(given: RowWiseArguments) -> None:
     """Update the rows that have a gradient."""
-    ROWWISE_STEP(*given)
-
-
-def _rowwise_adagrad(*arguments: Any) -> None:
-    given = RowWiseArguments(*arguments)
     count, width = given.values.shape
     if not width:
         return
@@ -141,6 +119,3 @@ def _rowwise_adagrad(*arguments: Any) -> None:
             BLOCK=block,
             **OPTIONS,
         )
-
-
-ROWWISE_STEP = register("triton_rowwise_adagrad_", ROWWISE, "()", _rowwise_adagrad, fake_in_place)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hdet_kernels.ops.step import check_rules
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.triton.companding import read_codes, write_codes
 from hdet_kernels.ops.triton.rounding import read, short_ratio, write
@@ -35,10 +34,6 @@ SEED = tl.constexpr(COLUMNS.index("seed"))
 NESTEROV = tl.constexpr(COLUMNS.index("nesterov"))
 AMSGRAD = tl.constexpr(COLUMNS.index("amsgrad"))
 MAXIMIZE = tl.constexpr(COLUMNS.index("maximize"))
-
-# The rules that derive, push and move below have a branch for.
-BRANCHES = ("sgd", "adam", "adamw", "adagrad", "lion", "muon")
-check_rules(__name__, BRANCHES)
 
 
 @triton.jit
@@ -70,41 +65,26 @@ def derive(RULE: tl.constexpr, n, row, t, first, inside):
 
 
 @triton.jit
-def push(
-    RULE: tl.constexpr,
-    theta,
-    g,
-    n,
-    state0,
-    state1,
-    state2,
-    scales0,
-    scales1,
-    at,
-    inside,
-    random,
-    STOCHASTIC: tl.constexpr,
-):
+def push(RULE: tl.constexpr, theta, g, n, states, scales, at, inside, random, STOCHASTIC: tl.constexpr):
     """Update the states of elements ``at`` of the flat buffers, and return the direction and the second shared value.
 
     A state is ``None`` where the rule has none, and its scale where it is not stored in 8 bits. ``random`` has the base
     of the random bits, and for states in 8 bits their centred noise. ``theta`` is used only where weight decay is an L2
     penalty (number 1 of sgd, adam, adagrad) and not 0.
     """
-    states, scales = (state0, state1, state2), (scales0, scales1)
     if RULE == "sgd":
-        direction, other = _push_sgd(theta, g, n, state0, scales0, at, inside, random, STOCHASTIC)
+        direction, other = _push_sgd(theta, g, n, states[0], scales[0], at, inside, random, STOCHASTIC)
     elif RULE == "adam":
         g = _with_l2(theta, g, tl.load(n + 1))
-        direction, other = _push_adam(g, n, *states, *scales, at, inside, random, STOCHASTIC)
+        direction, other = _push_adam(g, n, states, scales, at, inside, random, STOCHASTIC)
     elif RULE == "adamw":
-        direction, other = _push_adam(g, n, *states, *scales, at, inside, random, STOCHASTIC)
+        direction, other = _push_adam(g, n, states, scales, at, inside, random, STOCHASTIC)
     elif RULE == "adagrad":
-        direction, other = _push_adagrad(theta, g, n, state0, scales0, at, inside, random, STOCHASTIC)
+        direction, other = _push_adagrad(theta, g, n, states[0], scales[0], at, inside, random, STOCHASTIC)
     elif RULE == "lion":
-        direction, other = _push_lion(g, n, state0, scales0, at, inside, random, STOCHASTIC)
+        direction, other = _push_lion(g, n, states[0], scales[0], at, inside, random, STOCHASTIC)
     elif RULE == "muon":
-        direction, other = _push_muon(g, n, state0, scales0, at, inside, random, STOCHASTIC)
+        direction, other = _push_muon(g, n, states[0], scales[0], at, inside, random, STOCHASTIC)
     else:
         tl.static_assert(False, "push has no branch for this update rule")
     return direction, other
@@ -205,20 +185,10 @@ def _derive_adam(n, row, t, inside, DECOUPLED: tl.constexpr):
 
 
 @triton.jit
-def _push_adam(
-    g,
-    n,
-    average,
-    square,
-    largest,
-    average_scales,
-    square_scales,
-    at,
-    inside,
-    random,
-    STOCHASTIC: tl.constexpr,
-):
+def _push_adam(g, n, states, scales, at, inside, random, STOCHASTIC: tl.constexpr):
     """Return the first moment and the root of the second."""
+    average, square, largest = states
+    average_scales, square_scales = scales
     take1, keep2, take2 = tl.load(n + 2), tl.load(n + 3), tl.load(n + 4)
     m = _read(average, average_scales, at, inside, g.dtype, True)
     v = _read(square, square_scales, at, inside, g.dtype, False)

@@ -1,8 +1,8 @@
-"""The optimizer step in Triton: two launches for all parameters.
+"""The optimizer step in Triton, two launches for all parameters, and the norm of all gradients.
 
 ``_advance`` has one lane for each slot: it counts the step and derives the slot's numbers in float64. ``_walk`` has one
 program for every ``BLOCK`` elements: it loads those numbers, applies the rule (:mod:`.rules`), rounds and stores, for
-one replica (``_step_block``) or for all that share a gradient (``_step_rows``).
+one replica or for all that share a gradient.
 """
 # mypy: disable-error-code="no-untyped-def"
 # Functions decorated with triton.jit are compiled by Triton and have no Python types to check.
@@ -10,7 +10,6 @@ one replica (``_step_block``) or for all that share a gradient (``_step_rows``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,9 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops.chunks import CHUNK, EMPTY_GRADIENT, GRADIENT_DTYPES, NO_GRADIENT, MatchedGradients
-from hdet_kernels.ops.operators import FLATS, SCALARS, fake_in_place, register
-from hdet_kernels.ops.step import STATES, Scalars, StepArguments
+from hdet_kernels.ops.chunks import (
+    CHUNK,
+    EMPTY_GRADIENT,
+    GRADIENT_DTYPES,
+    NO_GRADIENT,
+    ChunkTable,
+    MatchedGradients,
+)
+from hdet_kernels.ops.step import Scalars, StepArguments
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import BLOCK as STATE_BLOCK
 from hdet_kernels.ops.triton.companding import centred_noise
@@ -48,7 +53,12 @@ CODED = {"BLOCK": 256, "num_warps": 1, "maxnreg": 56}
 # Slots of one program of _advance. It moves some hundred bytes for each slot, so its shape hardly matters.
 SLOTS = 128
 
-_RULES = tuple(STATES)
+# The most programs that share the chunks in the norm of the gradients. It is a constant, so that the order of the sum,
+# and with it the last bit of the norm, does not depend on the GPU: 15 for each of the 132 processors of an H200. With 4
+# warps a thread has 16 elements of a chunk, in fp32 four 16-byte loads. There are no atomics: every program writes a
+# partial sum of its own, and a second, small launch sums them in a fixed order.
+PROGRAMS = 2048
+
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
@@ -57,6 +67,10 @@ _CHUNK = tl.constexpr(CHUNK)
 _STATE_BLOCK = tl.constexpr(STATE_BLOCK)
 _NO_GRADIENT = tl.constexpr(NO_GRADIENT)
 _EMPTY_GRADIENT = tl.constexpr(EMPTY_GRADIENT)
+
+_FLOAT32 = tl.constexpr(GRADIENT_DTYPES.index(torch.float32))
+_FLOAT64 = tl.constexpr(GRADIENT_DTYPES.index(torch.float64))
+_BFLOAT16 = tl.constexpr(GRADIENT_DTYPES.index(torch.bfloat16))
 
 # The bytes of a vector access.
 _ALIGNED = tl.constexpr(16)
@@ -161,7 +175,7 @@ def _walk(
             scales0 += program
         if scales1 is not None:
             scales1 += program
-        flats = (param, master, state0, state1, state2, scales0, scales1)
+        flats = (param, master, (state0, state1, state2), (scales0, scales1))
         stride, step = tl.cast(row_size, tl.int64), tl.cast(slot_count, tl.int64)
         whole = (count >= BLOCK) & (address % _ALIGNED == 0) & (offset % VECTOR == 0)
         if SHARED:
@@ -174,103 +188,71 @@ def _walk(
             inside = tl.full([BLOCK], True, tl.int1)
             if SHARED:
                 stride = stride // VECTOR * VECTOR
-                _step_rows(
-                    *flats, n, mine, grad, at, quads, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED
-                )
-            else:
-                _step_block(*flats, n, mine, grad, at, quads, inside, RULE, STOCHASTIC, RANDOM, CODED)
+            replicas = (rows, stride, step)
+            _step_block(*flats, n, mine, grad, at, quads, inside, replicas, RULE, STOCHASTIC, RANDOM, CODED, SHARED)
         else:
             grad = first + lanes
             at = offset + begin + lanes
             quad = at >> 2
             inside = lanes < count
-            if SHARED:
-                _step_rows(*flats, n, mine, grad, at, quad, inside, rows, stride, step, RULE, STOCHASTIC, RANDOM, CODED)
-            else:
-                _step_block(*flats, n, mine, grad, at, quad, inside, RULE, STOCHASTIC, RANDOM, CODED)
+            replicas = (rows, stride, step)
+            _step_block(*flats, n, mine, grad, at, quad, inside, replicas, RULE, STOCHASTIC, RANDOM, CODED, SHARED)
 
 
 @triton.jit
 def _step_block(
     param,
     master,
-    state0,
-    state1,
-    state2,
-    scales0,
-    scales1,
+    states,
+    scales,
     n,
     mine,
     grad,
     at,
     quad,
     inside,
+    replicas,
     RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RANDOM: tl.constexpr,
     CODED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``."""
-    wide: tl.constexpr = n.dtype.element_ty
-    theta = _in_full(param, master, at, inside, wide)
-    random = _random(quad, mine, RANDOM)
-    g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    states = (state0, state1, state2, scales0, scales1)
-    noise = centred_noise(random, at) if CODED else random
-    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
-    theta = move(RULE, theta, direction, other, n, CODED)
-    _keep(param, master, at, theta, inside, random, STOCHASTIC)
+    """Step those elements ``at`` of the flat buffers that are ``inside``, by the gradients at ``grad``.
 
-
-@triton.jit
-def _step_rows(
-    param,
-    master,
-    state0,
-    state1,
-    state2,
-    scales0,
-    scales1,
-    n,
-    mine,
-    grad,
-    at,
-    quad,
-    inside,
-    rows,
-    stride,
-    step,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    RANDOM: tl.constexpr,
-    CODED: tl.constexpr,
-):
-    """Step the same elements of every row of the parameters.
-
-    Rows are ``stride`` elements apart, and their numbers ``step`` slots.
+    With ``SHARED``, step them in every row of the parameters. ``replicas`` has the number of rows, the elements from
+    one to the next, and the slots from the numbers of one to those of the next.
     """
     wide: tl.constexpr = n.dtype.element_ty
+    if not SHARED:
+        theta = _in_full(param, master, at, inside, wide)
+        random = _random(quad, mine, RANDOM)
     g = tl.load(grad, mask=inside, other=0.0).to(wide) * tl.load(n)
-    theta = g
-    if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
-        # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
-        theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
-    random = _random(quad, mine, RANDOM)
-    states = (state0, state1, state2, scales0, scales1)
+    if SHARED:
+        theta = g
+        if RULE == "sgd" or RULE == "adam" or RULE == "adagrad":
+            # Replica 0's weight decay as an L2 penalty. Where it is 0, as callers ensure, nothing is read.
+            theta = _in_full(param, master, at, tl.where(tl.load(n + 1) != 0, inside, False), wide)
+        random = _random(quad, mine, RANDOM)
     noise = centred_noise(random, at) if CODED else random
-    direction, other = push(RULE, theta, g, n, *states, at, inside, (random, noise), STOCHASTIC)
-    # The row is a scalar, because pointers that the loop advances would get another layout.
-    row = tl.cast(0, tl.int64)
-    while row < rows:
-        start, own = row * stride, n + row * (step * _NUMBERS)
-        before = _in_full(param, master, start + at, inside, wide)
-        moved = move(RULE, before, direction, other, own, CODED)
-        own_random = _random(quad, mine + row * (step * 3), RANDOM)
-        own_master = master
-        if master is not None:
-            own_master = master + start
-        _keep(param + start, own_master, at, moved, inside, own_random, STOCHASTIC)
-        row += 1
+    direction, other = push(RULE, theta, g, n, states, scales, at, inside, (random, noise), STOCHASTIC)
+    if SHARED:
+        rows, stride, step = replicas
+        # The row is a scalar, because pointers that the loop advances would get another layout.
+        row = tl.cast(0, tl.int64)
+        while row < rows:
+            start, own = row * stride, n + row * (step * _NUMBERS)
+            before = _in_full(param, master, start + at, inside, wide)
+            moved = move(RULE, before, direction, other, own, CODED)
+            own_random = _random(quad, mine + row * (step * 3), RANDOM)
+            own_master = master
+            if master is not None:
+                own_master = master + start
+            _keep(param + start, own_master, at, moved, inside, own_random, STOCHASTIC)
+            row += 1
+    else:
+        theta = move(RULE, theta, direction, other, n, CODED)
+        _keep(param, master, at, theta, inside, random, STOCHASTIC)
 
 
 @triton.jit
@@ -317,15 +299,13 @@ def _random(quad, mine, RANDOM: tl.constexpr):
 
 def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
     """Return a function that runs the step on given gradients and scalars."""
-    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
-    operator = partial(STEP, *arguments.flats, chunks.slots, chunks.chunks)
     known: tuple[object, list[int]] = (None, [])  # the gradient table of the last step, and the dtypes in it
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
         nonlocal known
         if grads.table is not known[0]:
             known = grads.table, dtypes_of(grads)
-        operator(chunks.point_at(grads), known[1], *scalars, rounding, rows)
+        _step(arguments, scalars, arguments.chunks.point_at(grads), known[1])
 
     return run
 
@@ -336,36 +316,16 @@ def dtypes_of(grads: MatchedGradients) -> list[int]:
     return np.flatnonzero(np.bincount(to_read)).tolist()
 
 
-def _step(
-    rule: int,
-    param: Tensor,
-    master: Tensor | None,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    scales0: Tensor | None,
-    scales1: Tensor | None,
-    steps: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    chunks: Tensor,
-    gradients: Tensor,
-    dtypes: Sequence[int],
-    grad_scale: Tensor | None,
-    norm: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic_rounding: bool,
-    rows: int,
-) -> None:
-    """Take a step; the arguments are those of the operator. ``dtypes``: the numbers of the gradients' dtypes."""
+def _step(given: StepArguments, scalars: Scalars, gradients: Tensor, dtypes: Sequence[int]) -> None:
+    """Take a step with gradients of dtypes number ``dtypes``, given their table on the device."""
+    _, param, *flats, scales0, scales1, steps, table = given.flats
+    slots, chunks, rows = given.chunks.slots, given.chunks.chunks, given.rows
     count = len(slots)
     if count == 0:
         return
-    scales = (scales0, scales1)
-    coded = any(scale is not None for scale in scales)
+    coded = scales0 is not None or scales1 is not None
     # States in 8 bits are always rounded stochastically.
-    structure = {"RULE": _RULES[rule], "RANDOM": stochastic_rounding or coded}
-    flats = (param, master, state0, state1, state2)
+    structure = {"RULE": given.rule, "RANDOM": given.stochastic_rounding or coded}
     wide = torch.float64 if param.dtype == torch.float64 else torch.float32
     numbers = torch.empty((rows, count, NUMBERS), dtype=wide, device=param.device)
     plan = torch.empty((rows, count, 3), dtype=torch.int64, device=param.device)
@@ -375,25 +335,25 @@ def _step(
             table,
             slots,
             gradients,
-            grad_scale,
-            norm,
-            found_inf,
+            *scalars,
             numbers,
             plan,
             count,
             rows,
             len(table) // rows,
-            len(table) // (1 if norm is None else norm.numel()),
+            len(table) // (1 if scalars.norm is None else scalars.norm.numel()),
             SLOTS=SLOTS,
             **structure,
         )
         for number in dtypes if len(chunks) else ():
             dtype = GRADIENT_DTYPES[number]
-            vector = vector_of(dtype, *flats)
-            shape = shape_of(vector, rows, stochastic=stochastic_rounding, coded=coded)
+            vector = vector_of(dtype, param, *flats)
+            shape = shape_of(vector, rows, stochastic=given.stochastic_rounding, coded=coded)
             _walk[(len(chunks) * (CHUNK // shape["BLOCK"]),)](
+                param,
                 *flats,
-                *scales,
+                scales0,
+                scales1,
                 numbers,
                 plan,
                 chunks,
@@ -404,7 +364,7 @@ def _step(
                 TYPE=_TYPES[dtype],
                 VECTOR=vector,
                 SHARED=rows > 1,
-                STOCHASTIC=stochastic_rounding,
+                STOCHASTIC=given.stochastic_rounding,
                 CODED=coded,
                 **shape,
                 **structure,
@@ -438,11 +398,72 @@ def block_of_rows(vector: int) -> int:
     return WARPS * 32 * vector
 
 
-#: The operator. The host knows the dtypes of the gradients, ``dtypes``, and launches a kernel for each.
-STEP = register(
-    "triton_step_",
-    f"{FLATS}, Tensor slots, Tensor chunks, Tensor gradients, int[] dtypes, {SCALARS}",
-    "()",
-    _step,
-    fake_in_place,
-)
+@triton.jit(do_not_specialize=["count", "each", "programs"])
+def _reduce(chunks, gradients, partials, count, each, programs):
+    """Store Σ g² over ``each`` chunks. A replica has ``count`` chunks, which ``programs`` programs share."""
+    total = tl.cast(0.0, tl.float64)
+    row = tl.program_id(0) // programs
+    index = row * count + tl.program_id(0) % programs * each
+    end = tl.minimum(index + each, (row + 1) * count)
+    while index < end:  # not a range: the interpreter of Triton 3.6 cannot run over one with a recent numpy
+        chunk = chunks + tl.cast(index, tl.int64) * 4
+        start = tl.load(chunk + 1)
+        length = tl.load(chunk + 2)
+        gradient = gradients + tl.load(chunk + 3) * 2
+        address = tl.load(gradient)
+        number = tl.load(gradient + 1)
+        if address > _EMPTY_GRADIENT:
+            if number == _FLOAT32:
+                total += _reduce_chunk(address, start, length, tl.float32)
+            elif number == _FLOAT64:
+                total += _reduce_chunk(address, start, length, tl.float64)
+            elif number == _BFLOAT16:
+                total += _reduce_chunk(address, start, length, tl.bfloat16)
+            else:
+                total += _reduce_chunk(address, start, length, tl.float16)
+        index += 1
+    tl.store(partials + tl.program_id(0), total)
+
+
+@triton.jit
+def _reduce_chunk(address, start, length, TYPE: tl.constexpr):
+    lanes = tl.arange(0, _CHUNK)
+    grad = address.to(tl.pointer_type(TYPE)) + start
+    if (length == _CHUNK) & (address % _ALIGNED == 0):
+        # Tell the compiler what was just tested, so that it loads vectors.
+        part = _reduce_block(tl.load(tl.multiple_of(grad + lanes, _ALIGNED)))
+    else:
+        part = _reduce_block(tl.load(grad + lanes, mask=lanes < length, other=0.0))
+    return part
+
+
+@triton.jit
+def _reduce_block(g):
+    if g.dtype != tl.float64:
+        g = g.to(tl.float32)
+    # Squared in float64, so that the norm of a gradient of 1e25 does not overflow.
+    g = g.to(tl.float64)
+    return tl.sum(g * g)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _finish(partials, result, count, PROGRAMS: tl.constexpr):
+    row = tl.program_id(0)
+    lanes = tl.arange(0, PROGRAMS)
+    total = tl.sum(tl.load(partials + row * count + lanes, mask=lanes < count, other=0.0))
+    tl.store(result + row, tl.sqrt(total))
+
+
+def grad_norm(chunks: ChunkTable, grads: MatchedGradients, rows: int) -> Tensor:
+    """Return the norm of the gradients of each of ``rows`` replicas, float64 [rows]."""
+    result = torch.empty(rows, dtype=torch.float64, device=chunks.device)
+    count = len(chunks.chunks) // rows
+    each = max(triton.cdiv(count, max(PROGRAMS // rows, 1)), 1)
+    programs = max(triton.cdiv(count, each), 1)
+    partials = torch.empty(rows * programs, dtype=torch.float64, device=chunks.device)
+    with torch.cuda.device_of(result):
+        _reduce[(rows * programs,)](
+            chunks.chunks, chunks.point_at(grads), partials, count, each, programs, num_warps=WARPS
+        )
+        _finish[(rows,)](partials, result, programs, PROGRAMS=PROGRAMS)
+    return result

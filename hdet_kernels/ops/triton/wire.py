@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hdet_kernels.ops.operators import DECODE, ENCODE, MERGE, fake_in_place, register
 from hdet_kernels.ops.triton.rounding import nearest
 from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
@@ -163,22 +162,19 @@ def _wide(kept):
 
 def encode(format: int, x: Tensor, consensus: Tensor, error: Tensor | None, wire: Tensor) -> None:
     """Encode x − consensus + error into ``wire``."""
-    if wire.numel():
-        _launch(_encode, (x, consensus, error, *_parts(format, wire)), _tiles(format, wire), len(wire), x.numel())
+    _launch(_encode, (x, consensus, error, *_parts(format, wire)), _tiles(format, wire), len(wire), x.numel())
 
 
 def merge(format: int, wires: Tensor, divisor: float, error: Tensor | None, wire: Tensor) -> None:
     """Encode the mean of ``wires`` plus ``error`` into ``wire``."""
-    if wire.numel():
-        parts = (*_parts(format, wires), error, *_parts(format, wire))
-        _launch(_merge, parts, _tiles(format, wire), 1, len(wires), divisor)
+    parts = (*_parts(format, wires), error, *_parts(format, wire))
+    _launch(_merge, parts, _tiles(format, wire), 1, len(wires), divisor)
 
 
 def decode(format: int, wire: Tensor, consensus: Tensor, target: Tensor | None) -> None:
     """Add the decoded ``wire`` to the consensus."""
-    if wire.numel():
-        parts = (*_parts(format, wire), consensus, target)
-        _launch(_decode, parts, _tiles(format, wire), len(wire), consensus.numel())
+    parts = (*_parts(format, wire), consensus, target)
+    _launch(_decode, parts, _tiles(format, wire), len(wire), consensus.numel())
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...], tiles: int, rows: int, *sizes: float) -> None:
@@ -197,15 +193,3 @@ def _parts(format: int, wire: Tensor) -> tuple[Tensor, Tensor | None]:
     if FORMATS[format] == "bf16":
         return wire.view(torch.bfloat16), None
     return wire.view(torch.int8), wire.view(torch.float32)
-
-
-def wire_operators() -> tuple[Any, Any, Any]:
-    """Return the operators that encode, merge and decode."""
-    return _OPERATORS
-
-
-_OPERATORS = (
-    register("triton_encode", ENCODE, "()", encode, fake_in_place),
-    register("triton_merge", MERGE, "()", merge, fake_in_place),
-    register("triton_decode", DECODE, "()", decode, fake_in_place),
-)
