@@ -63,8 +63,7 @@ class Pack:
     Args:
         numels: For each tensor, the elements of one of its rows.
         pieces: The pieces, in the order of the staging buffer. They must not overlap.
-        device: The device of tensors and staging buffer.
-        dtype: The dtype of the staging buffer.
+        device, dtype: Those of the staging buffer; the tensors are on the same device.
         rows: The number of replicas that each tensor holds as its rows.
         backend: A backend by name; the fastest available by default.
     """
