@@ -199,7 +199,8 @@ class Explore:
             what = f"groups of {self.name!r}"
             indices = check_sequence(what, self.groups, "a list of parameter groups, counted from 0")
             if not indices:
-                raise ValueError(f"{what} must name a parameter group, got {spell(self.groups)}: leave it out for all")
+                given = f"Explore({self.name!r}, groups={spell(self.groups)})"
+                raise ValueError(f"{given} explores nothing: leave out groups= for all")
             for index in indices:
                 check_whole(f"a parameter group in {what}", index, remedy="they are counted from 0")
         if self.apply is not None:
@@ -256,24 +257,20 @@ class Hyperparameter:
             return value.clamp(low, high)  # comparing would wait for the device
         return np.clip(value, low, high) if isinstance(value, np.ndarray) else min(max(value, low), high)
 
-    def write(self, groups: Sequence[Group], value: float, group: int | None = None) -> None:
-        """Write this replica's value to the optimizer group (by default its first), or to the user's setter."""
+    def write(
+        self, groups: Sequence[Group], value: float, group: int | None = None, several: tuple[float, ...] | None = None
+    ) -> None:
+        """Write this replica's value to the optimizer group (by default its first), or to the user's setter.
+
+        With the values of ``several`` replicas ``value`` is their base, and the setter takes all of them.
+        """
         group = self.group if group is None else group
         if self.apply is not None:
-            self.apply(value)
+            self.apply(value if several is None else several)
         elif group is not None:
             write_entry(groups[group], self.key, value)
-
-    def write_several(
-        self, groups: Sequence[Group], base: float, values: tuple[float, ...], group: int | None = None
-    ) -> None:
-        """Write the base and the values of several replicas to the group, or the values to the user's setter."""
-        group = self.group if group is None else group
-        if self.apply is not None:
-            self.apply(values)
-        elif group is not None:
-            write_entry(groups[group], self.key, base)
-            write_per_replica(groups[group], self.key, base, values)
+            if several is not None:
+                write_per_replica(groups[group], self.key, value, several)
 
 
 def expand(

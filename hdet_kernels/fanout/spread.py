@@ -224,10 +224,8 @@ class Spread:
         """Write the values of the replicas held here to the optimizer's groups and the user's setters."""
         for index, hyper in enumerate(self.hyperparameters):
             for group in hyper.groups or (None,):
-                if self._several:
-                    hyper.write_several(groups, self.base(index, group), self.values(index, group), group)
-                else:
-                    hyper.write(groups, self.values(index, group)[0], group)
+                several = self.values(index, group) if self._several else None
+                hyper.write(groups, self.written(index, group), group, several)
 
     def write_rates(self, groups: Sequence[Group]) -> None:
         """Write the learning rate of each replica to the groups, where this process holds several replicas."""

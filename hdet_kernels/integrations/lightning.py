@@ -143,7 +143,10 @@ class HDET(_Callback):
         self._leave()
         for scheduler in self._schedulers:
             if scheduler.scouting:
-                leave_start(scheduler, pl_module)
+                with scheduler.consensus():
+                    start = {name: value.clone() for name, value in pl_module.state_dict().items()}
+                pl_module.load_state_dict(start)
+                log.warning("training ended before a learning rate was found: the model is the one that it began with")
             elif not scheduler.in_sync:
                 scheduler.converge()
 
@@ -233,14 +236,6 @@ def write_metrics(trainer: Any, scheduler: WithCycle, name: str, record: SyncRec
         logger.log_metrics(metrics, step=max(record.step - 1, 0))
         if record.event is not None:
             write_text(getattr(logger, "experiment", None), record.event, max(record.step - 1, 0))
-
-
-def leave_start(scheduler: WithCycle, module: torch.nn.Module) -> None:
-    """Give all replicas the model that the run began with, when it ends before a learning rate was found."""
-    with scheduler.consensus():
-        start = {name: value.clone() for name, value in module.state_dict().items()}
-    module.load_state_dict(start)
-    log.warning("training ended before a learning rate was found: the model is the one that the run began with")
 
 
 def _scaler(trainer: Any) -> Any:

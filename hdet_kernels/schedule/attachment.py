@@ -31,6 +31,8 @@ from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.torch_internals import not_compiled, uncompiled
 
+Call = Callable[[], None]
+
 
 class Writer(Protocol):
     """A part of a run that writes to an optimizer: a cycle, or the scouting phase before it."""
@@ -56,24 +58,17 @@ class Attachment:
 
     def __init__(self) -> None:
         self._writer: Callable[[], Writer | None] = lambda: None
-        self._at_end: Callable[[], None] | None = None
-        self._before: Callable[[], Callable[[], None] | None] = lambda: None
+        self._at_end: Call | None = None
+        self._before: Callable[[], Call | None] = lambda: None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._handles: list[RemovableHandle] = []
 
-    def take(
-        self,
-        writer: Writer,
-        schedule: object,
-        *,
-        before: Callable[[], None] | None = None,
-        at_end: Callable[[], None] | None = None,
-    ) -> None:
+    def take(self, writer: Writer, schedule: object, before: Call, at_end: Call | None) -> None:
         """Give the optimizer to ``writer``; the one before refuses to step. The arguments are :func:`attach`'s."""
         self._leave()
         self.spread, self.schedule = writer.spread, weakref.ref(schedule)
         self._writer, self._at_end = weakref.ref(writer), at_end
-        self._before = (lambda: None) if before is None else weakref.WeakMethod(before)
+        self._before = weakref.WeakMethod(before)
         if not self._handles:
             optimizer = writer.optimizer
             self._handles = [
@@ -123,13 +118,7 @@ class Attachment:
 _ATTACHED: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
 
 
-def attach(
-    writer: Writer,
-    schedule: object,
-    *,
-    before: Callable[[], None] | None = None,
-    at_end: Callable[[], None] | None = None,
-) -> None:
+def attach(writer: Writer, schedule: object, *, before: Call, at_end: Call | None = None) -> None:
     """Hook ``writer`` to its optimizer, in the place of the one before.
 
     Args:
@@ -138,7 +127,7 @@ def attach(
         before: a bound method that is called before each step of the optimizer, as long as its object lives.
         at_end: called when another takes its place, or it is garbage-collected. It must not refer to ``writer``.
     """
-    _ATTACHED.setdefault(writer.optimizer, Attachment()).take(writer, schedule, before=before, at_end=at_end)
+    _ATTACHED.setdefault(writer.optimizer, Attachment()).take(writer, schedule, before, at_end)
 
 
 def release(optimizer: Optimizer) -> None:

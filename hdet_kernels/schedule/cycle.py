@@ -360,11 +360,22 @@ class Cycle:
     # Averages between syncs
 
     def converge(self) -> bool:
-        """Average all replicas now. Return whether the run begins anew: an overlapping average showed that it broke."""
-        begins = self.apply_now()
-        if not begins:
-            converge(self)
-        return begins
+        """Average all replicas now. Return whether the run begins anew: an overlapping average showed that it broke.
+
+        It differs from a sync in two ways: there is no outer step if no step was made since the last average, and
+        without any loss ``merge="best"`` is the mean.
+        """
+        if self.apply_now():
+            return True
+        moved = self.started and self.history.last_step != self.before + self.made
+        state, shared = _average_state(self), self.known_shared
+        request = AverageRequest("converge", average_state=state, known_shared=shared, outer=moved)
+        report, failure = _report(self, self.step, compares=self.takes_best)
+        with _caused_by(failure):
+            outcome = self.converger.converge(report, request)
+        self.averaged = True
+        _record(self, self.step, self.step, "manual", self.spread.placement(), outcome)
+        return False
 
     def apply_now(self) -> bool:
         """Apply the overlapping average, if there is one. Return whether the run begins anew."""
@@ -381,8 +392,23 @@ class Cycle:
         self.publish()
         return begins
 
-    def consensus(self) -> contextlib.AbstractContextManager[None]:
-        return consensus(self)
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Hold the averaged parameters and buffers inside the block, and this replica's own again after it.
+
+        An overlapping average stays under way: the sum of its corrections over the replicas is zero.
+        """
+        if self.in_consensus:
+            raise RuntimeError(
+                "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
+            )
+        report, failure = _report(self, self.step, compares=self.takes_best)
+        with _caused_by(failure), self.converger.consensus(report):
+            self.in_consensus = True
+            try:
+                yield
+            finally:
+                self.in_consensus = False
 
     def add_record(self, record: SyncRecord) -> None:
         """Append a record to the history, and to its file if there is one."""
@@ -440,40 +466,6 @@ def apply_overlapping(cycle: Cycle, step: int) -> bool:
     if returned:
         cycle.window.clear()  # these losses are of what was undone
     return returned
-
-
-def converge(cycle: Cycle) -> None:
-    """Average all replicas now, wherever in the cycle; the cycle goes on.
-
-    It differs from a sync in two ways: there is no outer step if no step was made since the last average, and without
-    any loss ``merge="best"`` is the mean.
-    """
-    moved = cycle.started and cycle.history.last_step != cycle.before + cycle.made
-    request = AverageRequest(
-        "converge", average_state=_average_state(cycle), known_shared=cycle.known_shared, outer=moved
-    )
-    report, failure = _report(cycle, cycle.step, compares=cycle.takes_best)
-    with _caused_by(failure):
-        outcome = cycle.converger.converge(report, request)
-    cycle.averaged = True
-    _record(cycle, cycle.step, cycle.step, "manual", cycle.spread.placement(), outcome)
-
-
-@contextlib.contextmanager
-def consensus(cycle: Cycle) -> Iterator[None]:
-    """Hold the averaged parameters and buffers inside the block, and this replica's own again after it.
-
-    An overlapping average stays under way: the sum of its corrections over the replicas is zero.
-    """
-    if cycle.in_consensus:
-        raise RuntimeError("scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already")
-    report, failure = _report(cycle, cycle.step, compares=cycle.takes_best)
-    with _caused_by(failure), cycle.converger.consensus(report):
-        cycle.in_consensus = True
-        try:
-            yield
-        finally:
-            cycle.in_consensus = False
 
 
 # The parts of a sync

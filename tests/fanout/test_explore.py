@@ -255,7 +255,7 @@ class TestHyperparameter:
 
     def test_several_values_are_written_to_the_group_beside_their_base(self) -> None:
         groups = adam_groups()
-        hyper(group=1, key="eps").write_several(groups, 2.0, (1.5, 2.5))
+        hyper(group=1, key="eps").write(groups, 2.0, several=(1.5, 2.5))
         assert groups[1]["eps"] == 2.0
         assert groups[1]["per_replica"] == {"eps": (1.5, 2.5)}
         assert "per_replica" not in groups[0]
