@@ -168,7 +168,7 @@ class SyncRecord:
 
     @property
     def event(self) -> str | None:
-        """The sentence of :attr:`why` where all replicas returned to the start, or a learning rate was found."""
+        """The sentence of :attr:`why` where replicas returned to the start or went back, or a rate was found."""
         return self.why if self.act in EVENTS else None
 
     def metrics(self, *, replicas: bool = True) -> dict[str, float]:

@@ -441,12 +441,13 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             with at least 30 steps then, or a tenth of the run.
         auto_lr: True for :class:`hdet_kernels.RegressionController`, False, or a controller. It lowers a learning rate
             that is certainly too high: all replicas return to the start, and the schedule begins again over the steps
-            that remain. It does so at any sync until the peak of the schedule, or until 30 % of the run if that is
-            later. Then it leaves it, and all replicas have the same. It moves other scalars from 30 % to 90 %. With
-            False replicas differ to the end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any
+            that remain. Where it is in doubt a sixth of it is tried, and all replicas go back if that is no better. It
+            does so until the peak of the schedule, or until 30 % of the run if that is later; then all replicas have
+            the same, and what breaks is undone until 60 %. It moves other scalars from 30 % to 90 %. With False
+            replicas differ to the end. It needs losses: ``step(loss)`` or ``record_loss(loss)``. Without any
             spread it is off.
         trust: "my learning rate is right within this factor". 1: it is never changed, and replicas differ in it to the
-            end. Up to 3: it is lowered only where it is certainly too high. More: it also follows the signs of slopes,
+            end. Up to 3: it is only lowered, where it is too high. More: it also follows the signs of slopes,
             by a factor of 55 at most, and a schedule that peaks before 15 % of the run is capped by a warm-up until
             30 %. None: nothing is known of it. For ``auto_lr=True``; a controller has a trust of its own.
         probe: returns this replica's loss (of a stack, those of its replicas, as ``stack.losses`` does) on a batch that
