@@ -190,6 +190,16 @@ def test_one_replica_alone_is_left_as_it_is() -> None:
 # Buckets
 
 
+def test_the_first_row_is_copied() -> None:
+    transport = Transport(RowEnsemble(2), 100, None)
+    region = [torch.tensor([[1.0, 2.0], [5.0, 6.0]]), torch.tensor([[3.0], [7.0]])]
+    ((_, bucket),) = transport.cut([region])
+    assert transport.first_row(region, bucket).tolist() == [1.0, 2.0, 3.0]
+    out = torch.zeros(3)
+    assert transport.first_row(region, bucket, out) is out
+    assert out.tolist() == [1.0, 2.0, 3.0]
+
+
 def test_packers_are_cached_and_their_number_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hdet_kernels.converge.transport.MOST_PACKS", 2)
     transport = Transport(SingleReplica(), 100, None)
@@ -230,6 +240,13 @@ def test_step_counts_become_the_largest_of_the_included() -> None:
         return counts.tolist(), cost
 
     assert run_threads(3, run) == [([4.0, 3.0], Cost(8, 1))] * 3
+
+
+def test_checksums_of_what_exists_once() -> None:
+    transport = Transport(RowEnsemble(2), 100, None)
+    assert transport.checksum([torch.tensor([[3.0], [4.0]])], CPU).tolist() == [3.0, 4.0]
+    assert float(transport.checksum_of_one([torch.tensor([3.0, 4.0])], CPU)) == 5.0
+    assert list(transport.cut([])) == []
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
