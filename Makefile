@@ -28,11 +28,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 demo: $(READY)
 	$(BIN)/python -m hdet_kernels demo $(DEMO_ARGS)
 
-# Collecting once beside the linters, which use one core, leaves byte code for the workers: each would make its own.
+# mypy, which uses one core for half a minute, runs beside the tests; what it found is printed after them.
 test: $(READY)
-	@$(BIN)/python -m pytest --collect-only -qq > $(VENV)/collected.log 2>&1 & \
-	$(MAKE) --no-print-directory lint; linted=$$?; wait; exit $$linted
-	$(PYTEST) -m 'not full'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+	$(PYTEST) -m 'not full'; tested=$$?; wait $$types; typed=$$?; cat $(VENV)/mypy.log; exit $$((tested || typed))
 
 test-full: $(READY)
 	$(PYTEST) -m full

@@ -30,10 +30,6 @@ def parameter(*shape: int, start: float = 0.0, dtype: torch.dtype = torch.float3
     return nn.Parameter(values, requires_grad=dtype.is_floating_point or dtype.is_complex)
 
 
-def pieces_of(buckets: list[Bucket], index: int) -> list[tuple[int, int]]:
-    return [(piece.start, piece.stop) for bucket in buckets for piece in bucket.pieces if piece.index == index]
-
-
 class TestCut:
     @PROPERTY
     @given(st.lists(st.tuples(sizes, dtypes, st.sampled_from(["cpu", "meta"])), max_size=8), st.integers(1, 200))
@@ -64,37 +60,9 @@ class TestCut:
                 assert all(b.nbytes <= bucket_bytes for b in mine)
         assert not by_key
 
-    def test_three_tensors_of_three_in_buckets_of_four(self) -> None:
-        buckets = cut([torch.empty(3)] * 3, bucket_bytes=16)
-        assert [bucket.numel for bucket in buckets] == [4, 4, 1]
-        assert [pieces_of(buckets, index) for index in range(3)] == [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]]
-
-    def test_a_tensor_larger_than_several_buckets(self) -> None:
-        assert pieces_of(cut([torch.empty(10)], bucket_bytes=16), 0) == [(0, 4), (4, 8), (8, 10)]
-
-    def test_a_full_bucket_is_closed_and_no_empty_one_opened(self) -> None:
-        assert [bucket.numel for bucket in cut([torch.empty(4), torch.empty(4)], bucket_bytes=16)] == [4, 4]
-
-    def test_half_precision_counts_as_fp32_with_four_bytes_an_element(self) -> None:
-        tensors = [torch.empty(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-        (bucket,) = cut(tensors, bucket_bytes=36)
-        assert (bucket.dtype, bucket.numel, bucket.nbytes) == (torch.float32, 9, 36)
-
-    def test_dtypes_and_devices_are_not_mixed(self) -> None:
-        tensors = [torch.empty(3), torch.empty(3, dtype=torch.float64), torch.empty(3, device="meta"), torch.empty(3)]
-        found = {(b.device.type, b.dtype): [p.index for p in b.pieces] for b in cut(tensors)}
-        assert found == {("cpu", torch.float32): [0, 3], ("cpu", torch.float64): [1], ("meta", torch.float32): [2]}
-
     @pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0), torch.empty(0, dtype=torch.int64)]])
     def test_empty_tensors_need_no_bucket(self, tensors: list[Tensor]) -> None:
         assert cut(tensors) == []
-
-    def test_empty_tensors_between_others(self) -> None:
-        (bucket,) = cut([torch.empty(2), torch.empty(0), torch.empty(2)])
-        assert [(p.index, p.start, p.stop) for p in bucket.pieces] == [(0, 0, 2), (2, 0, 2)]
-
-    def test_a_bucket_smaller_than_an_element_holds_one(self) -> None:
-        assert [b.numel for b in cut([torch.empty(3, dtype=torch.float64)], bucket_bytes=1)] == [1, 1, 1]
 
     def test_a_model_of_124_million_parameters_fits_into_one_bucket(self) -> None:
         assert BUCKET_BYTES == 512 * 2**20
@@ -189,27 +157,10 @@ class TestFlatBuffers:
         assert (slot.shape, slot.stride, slot.numel) == (tuple(param.shape), stride, param.numel())
         assert is_inside(param, buckets.flats[slot.flat])
 
-    def test_memory_order_of_a_transposed_parameter(self) -> None:
-        buckets = Buckets([nn.Parameter(torch.arange(6.0).reshape(2, 3).t())])
-        assert buckets.flats[0][:6].tolist() == [0, 1, 2, 3, 4, 5]
-
-    def test_starts_are_aligned_and_gaps_are_zero(self) -> None:
-        buckets = Buckets([parameter(3, start=1), parameter(33, start=1), parameter(2, start=1)])
-        assert [slot.offset for slot in buckets.slots] == [0, 32, 96]
-        gaps = [buckets.flats[0][start:stop] for start, stop in [(3, 32), (65, 96), (98, 128)]]
-        assert buckets.flats[0].numel() == 128
-        assert not any(gap.any() for gap in gaps)
-
     @pytest.mark.parametrize(("dtype", "second"), [(torch.bfloat16, 64), (torch.float64, 16), (torch.complex128, 8)])
     def test_alignment_counts_bytes(self, dtype: torch.dtype, second: int) -> None:
         assert ALIGN_BYTES == 128
         assert [s.offset for s in Buckets([parameter(1, dtype=dtype), parameter(1, dtype=dtype)]).slots] == [0, second]
-
-    def test_a_flat_buffer_for_each_dtype_in_order_of_appearance(self) -> None:
-        order = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
-        buckets = Buckets([parameter(3, dtype=dtype) for dtype in order])
-        assert [slot.flat for slot in buckets.slots] == [0, 1, 0, 2]
-        assert [flat.dtype for flat in buckets.flats] == [torch.float32, torch.bfloat16, torch.float64]
 
     def test_the_flat_buffer_is_the_parameter(self) -> None:
         first, second = parameter(2, 3), parameter(4)

@@ -140,6 +140,11 @@ def test_one_device_resumes_bit_for_bit(
     assert same(states[0]["stack"], states[1]["stack"])
 
 
+def epochs_of(printed: str) -> list[tuple[str, str]]:
+    """Return the epochs that an example trained, and their accuracies."""
+    return re.findall(r"epoch (\d)/8  accuracy of the averaged model: (\d\.\d+)", printed)
+
+
 #: Run by every Python process of a command at its start: hides libraries that the example's install line does not name.
 HIDE = """
 import sys
@@ -185,9 +190,9 @@ def run_command(command: list[str], installed: set[str], folder: Path) -> str:
     ("name", "arguments", "bound"),
     [
         # Held-out losses and accuracies. Plain training (--spread 0) ends at 2.8 to 3.1, and near a guess, 0.1.
-        ("torchrun_onecycle", [], -2.6),
-        ("one_device", ["--replicas", "4", "--device", "cpu"], -2.6),
         # In 100 steps a cycle has one, and a slope of one gradient has no error.
+        ("torchrun_onecycle", ["--steps", "150"], -2.6),
+        ("one_device", ["--replicas", "4", "--device", "cpu", "--steps", "150"], -2.6),
         ("sharded", ["--steps", "150"], -2.65),
         ("accumulation_amp", ["--dtype", "fp16"], 0.6),
         ("accelerate_loop", [], 0.6),
@@ -200,18 +205,8 @@ def test_the_command_survives_its_learning_rate(name: str, arguments: list[str],
     printed = run_command([*command, *arguments], installed, tmp_path)
     assert re.search(r"^hdet_kernels: step \d+: ", printed, re.M), "the log says what became of the learning rate"
     assert math.copysign(outcome(printed), bound) > bound
-
-
-@pytest.mark.full
-def test_accelerate_resumes(tmp_path: Path) -> None:
-    """The second start continues after the last epoch that the first saved."""
-    command, installed = commands_of("accelerate_loop")
-
-    def epochs() -> list[tuple[str, str]]:
-        printed = run_command([*command, "--epochs", "3"], installed, tmp_path)
-        return re.findall(r"epoch (\d)/3  accuracy of the averaged model: (\d\.\d+)", printed)
-
-    found = epochs()
-    assert [epoch for epoch, _ in found] == ["1", "2", "3"]
-    shutil.rmtree(tmp_path / "accelerate-checkpoint" / "epoch-0002")
-    assert epochs() == found[2:], "resumed, and the same run"
+    if name == "accelerate_loop":
+        # The second start continues after the last epoch that is saved, and is the same run.
+        shutil.rmtree(tmp_path / "accelerate-checkpoint" / "epoch-0007")
+        resumed = run_command([*command, *arguments], installed, tmp_path)
+        assert epochs_of(resumed) == epochs_of(printed)[7:] != []

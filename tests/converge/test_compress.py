@@ -220,8 +220,8 @@ def _drift(rank: int, syncs: int) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("syncs", [100, 1000])
-def test_many_averages_do_not_drift(syncs: int) -> None:
+def test_many_averages_do_not_drift() -> None:
+    syncs = 500
     results = run_ranks(2, _drift, syncs)
     assert results[0] == results[1]
     drift, largest, furthest = (results[0][name] for name in ("drift", "largest", "furthest"))
@@ -232,9 +232,9 @@ def test_many_averages_do_not_drift(syncs: int) -> None:
         # A replica is as far from the consensus as its update, and the rounding of one sync.
         owed = most_owed(format, largest + rounding)
         assert max(drift[format]) <= owed + syncs * rounding, "at every sync"
-        early, late = max(drift[format][: max(syncs // 10, 50)]), max(drift[format][-(syncs // 10) :])
+        early, late = max(drift[format][: syncs // 10]), max(drift[format][-(syncs // 10) :])
         assert late <= early + syncs * rounding, "in the end as in the beginning"
-        # Without error feedback the losses add up as a random walk does: √10 as far after ten times as many syncs.
+        # Without error feedback the losses add up as a random walk does: √10 as far after ten times as many.
         assert late > 100 * rounding, "something was rounded, or this test shows nothing"
 
 

@@ -801,17 +801,6 @@ def test_a_compressed_average_lands_too(format: str) -> None:
 # What is refused, and one replica alone
 
 
-@pytest.mark.parametrize("value", [SYNC, SYNC + 1, -1, True, 1.5, "2"], ids=repr)
-def test_an_overlap_that_does_not_fit_into_a_cycle_is_refused(value: Any) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(
-        (TypeError, ValueError), match=r"overlap_steps must be a whole number (of at least|from) 0.*, got "
-    ):
-        hk.HDETOneCycleLR(
-            optimizer, 0.1, 12, sync_every=SYNC, auto_lr=False, averaging=hk.Averaging(overlap_steps=value)
-        )
-
-
 def test_the_hypergradient_controller_needs_the_average_at_the_sync() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match=r"HypergradientController needs the averaged parameters .* overlap_steps=2"):

@@ -15,7 +15,6 @@ import hdet_kernels as hk
 from hdet_kernels.converge.summary import (
     Checksum,
     begins_nonfinite,
-    describe_layout,
     fingerprints,
     finite_part,
     integer_hash,
@@ -99,19 +98,6 @@ def test_integers_hash_by_value_place_and_row() -> None:
     assert first == second != third
     assert all(0 <= value < 2**48 for value in (first, third)), "exact in fp64"
     assert hashed() == [0]
-
-
-def test_a_layout_is_described_by_tensor() -> None:
-    weight, bias = torch.zeros(3, 2).t(), torch.zeros(3, dtype=torch.bfloat16)
-    assert describe_layout([weight, bias]) == {
-        "tensors": 2,
-        "elements": 9,
-        "tensor 0": "float32 (2, 3) with strides (1, 2)",
-        "tensor 1": "bfloat16 (3,) with strides (1,)",
-    }
-    assert list(describe_layout([bias], ["moment"])) == ["tensors", "elements", "moment"]
-    with pytest.raises(ValueError, match="zip"):
-        describe_layout([weight, bias], ["one"])
 
 
 NAN, INF = math.nan, math.inf

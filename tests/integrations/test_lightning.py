@@ -301,10 +301,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("package", "strategy"),
-    [("lightning.pytorch", "ddp"), ("pytorch_lightning", "ddp"), ("pytorch_lightning", "ddp_spawn")],
-)
+@pytest.mark.parametrize(("package", "strategy"), [("lightning.pytorch", "ddp"), ("pytorch_lightning", "ddp_spawn")])
 def test_lightning_starts_the_processes_itself(tmp_path: Path, package: str, strategy: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(package=package, strategy=strategy))

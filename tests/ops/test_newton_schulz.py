@@ -190,9 +190,9 @@ def device(backend: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("backend", TRITON)
 def test_many_shapes_and_segments_are_as_near_to_float64_as_in_bfloat16(device: str) -> None:
-    shapes = [(96, 384), (150, 70), (63, 64)]
+    shapes = [(150, 70), (63, 64)]
     if device != "cpu":
-        shapes += [(8192, 2048), (768, 768), (768, 3072), (3000, 1100), (1023, 1024)]
+        shapes += [(96, 384), (8192, 2048), (768, 768), (768, 3072), (3000, 1100), (1023, 1024)]
     for shape in shapes:
         for parts in ([3, 2], [2, 2], [1, 1, 1, 1, 1], [3, 3, 3]):
             assert_near(shape, parts, device)

@@ -62,12 +62,11 @@ CODED = {
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str | None], dict[str, object], int]]:
     """Yield identifier, kernel, types of the non-constant arguments (``None`` if absent), constants, target."""
-    everywhere = {"fp32", "bf16-master"}
     for name, (rule, row) in RULES.items():
         for label, precision in PRECISIONS.items():
             for target in TARGETS:
-                # On one target all rules in two precisions and all precisions with one rule; on the others one of each.
-                if (label in everywhere or name == "adamw") if target == 90 else (name, label) == ("adamw", "fp32"):
+                # On one target all rules in one precision and all precisions with one rule; on the others one of each.
+                if (label == "bf16-master" or name == "adamw") if target == 90 else (name, label) == ("adamw", "fp32"):
                     types = _flat_types(rule, precision, bool(row.get("momentum") or row.get("amsgrad")))
                     constants = _walk_constants(rule, precision, stochastic=label == "bf16-state-bf16")
                     yield f"{name}-{label}-sm{target}", triton_step._walk, types, constants, target
@@ -235,7 +234,7 @@ def test_the_kernels_compile_to_vector_accesses(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     made = json.loads(done.stdout)
-    assert len(made) >= 60
+    assert len(made) >= 50
     # 1024 elements and 4 warps or 512 and 2: 8 for each thread, two vectors of fp32 or one of bf16, for each buffer.
     for target in TARGETS:
         assert (made[f"adamw-fp32-sm{target}"]["loads"], made[f"adamw-fp32-sm{target}"]["stores"]) == (8, 6)

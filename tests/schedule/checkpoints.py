@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,12 @@ def result(trainer: Trainer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save(trainer: Trainer, path: Path) -> None:
+def save(trainer: Trainer, path: Path | io.BytesIO) -> None:
     parts = (trainer.module, trainer.optimizer, trainer.scheduler)
     torch.save([part.state_dict() for part in parts], path)
 
 
-def load(trainer: Trainer, path: Path, scheduler_first: bool = False) -> Trainer:
+def load(trainer: Trainer, path: Path | io.BytesIO, scheduler_first: bool = False) -> Trainer:
     model, optimizer, scheduler = torch.load(path, weights_only=True)
     trainer.module.load_state_dict(model)
     if scheduler_first:

@@ -1,6 +1,6 @@
 """A training script as torchrun starts it: it resumes from its last checkpoint, and one rank dies once on the way.
 
-torchrun --nproc-per-node=2 --max-restarts=1 restart_script.py FOLDER VARIANT
+torchrun --nproc-per-node=2 --max-restarts=1 restart_script.py FOLDER
 """
 
 from __future__ import annotations
@@ -29,19 +29,15 @@ SETTINGS: dict[str, Any] = {
     "spread": 0.5,
     "auto_lr": hk.SoftmaxController(warmup_steps=SYNC),
 }
-#: Every rank saves its own file within a cycle; or rank 0 saves for all where all are equal.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "boundary": {"save_every": SYNC, "each": False, "ddp": True, "make_optimizer": torch.optim.AdamW},
-    "mid-cycle": {"save_every": 6, "each": True, "ddp": False, "make_optimizer": FusedAdamW},
-}
+#: Every rank saves its own file, within a cycle.
+SAVE_EVERY = 6
 
 
-def run(rank: int, folder: Path, variant: str, marker: Path | None) -> dict[str, Any]:
+def run(rank: int, folder: Path, marker: Path | None) -> dict[str, Any]:
     """Train to the end, from the checkpoint if there is one. Rank 1 dies unless ``marker`` is there or None."""
-    save_every, each, ddp, make_optimizer = VARIANTS[variant].values()
-    trainer = Trainer(rank, ddp=ddp, make_optimizer=make_optimizer, **SETTINGS)
+    trainer = Trainer(rank, ddp=False, make_optimizer=FusedAdamW, **SETTINGS)
     parts: list[Any] = [trainer.module, trainer.optimizer, trainer.scheduler]
-    path = folder / f"rank{rank if each else 0}.pt"
+    path = folder / f"rank{rank}.pt"
     if path.exists():
         for part, state in zip(parts, torch.load(path, weights_only=True), strict=True):
             part.load_state_dict(state)
@@ -51,7 +47,7 @@ def run(rank: int, folder: Path, variant: str, marker: Path | None) -> dict[str,
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.train(1)
-        if trainer.step % save_every == 0 and (each or rank == 0):
+        if trainer.step % SAVE_EVERY == 0:
             unfinished = path.with_suffix(".unfinished")
             torch.save([part.state_dict() for part in parts], unfinished)
             os.replace(unfinished, path)
@@ -67,11 +63,11 @@ def run(rank: int, folder: Path, variant: str, marker: Path | None) -> dict[str,
 
 
 def main() -> None:
-    folder, variant = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank = dist.get_rank()
-    found = run(rank, folder, variant, folder / "died")
+    found = run(rank, folder, folder / "died")
     torch.save(found | {"attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}, folder / f"result{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

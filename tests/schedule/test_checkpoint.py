@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,31 +56,45 @@ def _uninterrupted(rank: int, variant: str, at: int, folder: Path) -> dict[str, 
     return result(trainer)
 
 
-def _resumed(rank: int, variant: str, at: int, folder: Path, scheduler_first: bool, of: int | None) -> dict[str, Any]:
+def _resumed(rank: int, variant: str, at: int, folder: Path, scheduler_first: bool) -> dict[str, Any]:
     torch.manual_seed(1234 + rank)
-    source = rank if of is None else of
-    trainer = load(Trainer(rank, **VARIANTS[variant]), folder / f"rank{source}.pt", scheduler_first)
+    trainer = load(Trainer(rank, **VARIANTS[variant]), folder / "rank0.pt", scheduler_first)
     trainer.train(TOTAL - at)
     return result(trainer)
 
 
-#: Controllers, schedulers and optimizers differ in their own state, which is largest within a cycle.
-QUICK = [("regression", 12), ("softmax", 15), ("wrapped", 1)]
+def _saved_and_resumed(rank: int, variant: str, *places: int) -> dict[int, bool]:
+    """Whether the runs that resume from checkpoints of these steps end as the uninterrupted one."""
+
+    def built() -> Trainer:
+        return Trainer(rank, **copy.deepcopy(VARIANTS[variant]))
+
+    whole, files = built(), {}
+    for at in places:
+        files[at] = io.BytesIO()
+        save(whole.train(at - whole.step), files[at])
+    expected = result(whole.train(TOTAL - whole.step))
+    found = {}
+    for at, file in files.items():
+        torch.manual_seed(1234 + rank)
+        file.seek(0)
+        resumed = result(load(built(), file).train(TOTAL - at))
+        found[at] = same({**expected, "rates": expected["rates"][at:]}, resumed)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("variant", "at"),
-    [
-        pytest.param(variant, at, marks=() if (variant, at) in QUICK else pytest.mark.full, id=f"{variant}-{name}")
-        for variant in VARIANTS
-        for at, name in ((12, "mid-cycle"), (15, "boundary"), (1, "first-step"))
-    ],
+RESUMED = Cases(
+    2,
+    _saved_and_resumed,
+    {"mid-cycle": ("regression", 12), "boundary": ("softmax", 15), "first step": ("wrapped", 1)},
+    full={variant: (variant, 1, 12, 15) for variant in VARIANTS},
 )
-def test_a_resumed_run_is_the_uninterrupted_run(variant: str, at: int, tmp_path: Path) -> None:
-    whole = run_ranks(2, _uninterrupted, variant, at, tmp_path)
-    second = run_ranks(2, _resumed, variant, at, tmp_path, False, None)
-    for a, b in zip(whole, second, strict=True):
-        assert same({**a, "rates": a["rates"][at:]}, b)
+
+
+@pytest.mark.parametrize("case", RESUMED.params())
+def test_a_resumed_run_is_the_uninterrupted_run(case: str) -> None:
+    for found in RESUMED[case]:
+        assert all(found.values()), found
 
 
 @pytest.mark.parametrize(
@@ -92,7 +107,7 @@ def test_rank_0s_file_gives_every_rank_its_own_multipliers(n: int, variant: str,
     its first gradients after a start in another order than later ones, and so rounds differently when resumed.)"""
     whole = run_ranks(n, _uninterrupted, variant, 15, tmp_path)
     for order in (False, True):
-        second = run_ranks(n, _resumed, variant, 15, tmp_path, order, 0)
+        second = run_ranks(n, _resumed, variant, 15, tmp_path, order)
         assert all(same({**a, "rates": a["rates"][15:]}, b) for a, b in zip(whole, second, strict=True))
     assert not same(whole[0]["rates"], whole[1]["rates"])
 
@@ -140,7 +155,7 @@ def test_rank_0s_file_at_a_sync_restores_all_ranks_where_their_moments_are_equal
 @pytest.mark.full
 def test_rank_0s_file_mid_cycle_gives_every_rank_its_own_multipliers(tmp_path: Path) -> None:
     whole = run_ranks(3, _uninterrupted, "explored", 12, tmp_path)
-    second = run_ranks(3, _resumed, "explored", 12, tmp_path, False, 0)
+    second = run_ranks(3, _resumed, "explored", 12, tmp_path, False)
     for a, b in zip(whole, second, strict=True):
         assert a["rates"][12:15] == b["rates"][:3], "until the next sync the learning rates are those of the saved run"
     assert all(torch.equal(r["parameters"], second[0]["parameters"]) for r in second)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.optim import FusedAdamW
-from tests.ranks import run_ranks
-from tests.training import Trainer, batch, network, with_averaging
+from tests.ranks import Cases, run_ranks
+from tests.training import Trainer, batch, network
 
 OPTIMIZERS: dict[str, Any] = {"torch": torch.optim.AdamW, "ours": FusedAdamW}
 
@@ -28,9 +28,8 @@ def _fan_out(rank: int) -> list[list[float]]:
     return Trainer(rank, groups=True, auto_lr=False, spread=0.3, tie_groups=False).train(12).rates
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
-def test_ranks_hold_every_multiplier_once_and_change_places(n: int) -> None:
-    rates = np.array(run_ranks(n, _fan_out))  # [rank, step, group]
+def test_ranks_hold_every_multiplier_once_and_change_places() -> None:
+    rates = np.array(run_ranks(3, _fan_out))  # [rank, step, group]
     schedule = rates.mean(axis=0)
     plain = torch.optim.AdamW(network().parameters())
     reference = torch.optim.lr_scheduler.OneCycleLR(plain, max_lr=0.01, total_steps=12)
@@ -38,14 +37,13 @@ def test_ranks_hold_every_multiplier_once_and_change_places(n: int) -> None:
         np.testing.assert_allclose(schedule[step], reference.get_last_lr()[0], rtol=1e-12)
         for group in range(2):
             np.testing.assert_allclose(
-                sorted(rates[:, step, group] / schedule[step, group]), hk.multipliers(n, 0.3), rtol=1e-12
+                sorted(rates[:, step, group] / schedule[step, group]), hk.multipliers(3, 0.3), rtol=1e-12
             )
         plain.step()
         reference.step()
-    if n > 2:
-        ratio = np.round(rates / schedule, 9)
-        assert any((ratio[:, 0, 0] != ratio[:, cycle, 0]).any() for cycle in (4, 8)), "places change between cycles"
-        assert (ratio[..., 0] != ratio[..., 1]).any(), "groups have permutations of their own"
+    ratio = np.round(rates / schedule, 9)
+    assert any((ratio[:, 0, 0] != ratio[:, cycle, 0]).any() for cycle in (4, 8)), "places change between cycles"
+    assert (ratio[..., 0] != ratio[..., 1]).any(), "groups have permutations of their own"
 
 
 def _shared(rank: int, kind: str) -> dict[str, Any]:
@@ -61,15 +59,7 @@ def _shared(rank: int, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("n", "kind"),
-    [
-        (2, "ours"),
-        pytest.param(2, "torch", marks=pytest.mark.full),
-        pytest.param(4, "torch", marks=pytest.mark.full),
-        pytest.param(4, "ours", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("n", "kind"), [(2, "ours"), pytest.param(4, "torch", marks=pytest.mark.full)])
 def test_replicas_with_shared_gradients_diverge_and_become_equal_at_a_sync(n: int, kind: str) -> None:
     results = run_ranks(n, _shared, kind)
     within = torch.stack([r["within"] for r in results])
@@ -78,23 +68,6 @@ def test_replicas_with_shared_gradients_diverge_and_become_equal_at_a_sync(n: in
     assert all_equal([r["synced"] for r in results])
     assert all_equal([r["final"] for r in results])
     assert {(r["gradients"], r["collectives"], r["syncs"]) for r in results} == {("shared", 2, 3)}
-
-
-def _step_by_hand(rank: int, kind: str) -> tuple[Tensor, Tensor]:
-    """The mean at the first sync, by the scheduler and from the replicas' own parameters just before it."""
-    trainer = Trainer(rank, make_optimizer=OPTIMIZERS[kind], ddp=False, auto_lr=False)
-    before: list[Tensor] = []
-    trainer.train(3)
-    trainer.train(1, before_step=lambda t: before.append(t.parameters()))
-    gathered = [torch.empty_like(before[0]) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, before[0])
-    return torch.stack(gathered).double().mean(dim=0), trainer.parameters()
-
-
-@pytest.mark.parametrize("kind", [pytest.param("torch", marks=pytest.mark.full), "ours"])
-def test_converge_is_the_mean_of_the_replicas(kind: str) -> None:
-    for expected, found in run_ranks(3, _step_by_hand, kind):
-        torch.testing.assert_close(found, expected.float(), rtol=2e-7, atol=2e-8)
 
 
 def _local(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -107,26 +80,27 @@ def _local(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"within": within, "moments": trainer.moments(), "mean": mean, "record": record.to_dict()}
 
 
-@pytest.mark.parametrize("kind", ["torch", pytest.param("ours", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("options", "averaged"),
-    [
-        ({}, True),
-        pytest.param({"gradients": "local"}, True, marks=pytest.mark.full),
-        ({"average_state": False}, False),
-        pytest.param({"gradients": "shared"}, False, marks=pytest.mark.full),
-    ],
-    ids=["auto", "local", "average_state=False", "shared"],
+LOCAL = Cases(
+    3,
+    _local,
+    {
+        "auto": ("torch", {}),
+        "ours": ("ours", {"gradients": "local"}),
+        "own": ("torch", {"average_state": False}),
+        "shared": ("torch", {"gradients": "shared"}),
+    },
 )
-def test_local_gradients_average_the_moments_too(kind: str, options: dict[str, Any], averaged: bool) -> None:
-    results = run_ranks(3, _local, kind, options)
+
+
+@pytest.mark.parametrize("case", LOCAL.params())
+def test_local_gradients_average_the_moments_too(case: str) -> None:
+    results, averaged = LOCAL[case], case in ("auto", "ours")
     assert not all_equal([r["within"] for r in results])
     assert all_equal([r["moments"] for r in results]) is averaged
-    expected = "local" if options.get("gradients") != "shared" else "shared"
-    assert {r["record"]["gradients"] for r in results} == {expected}
+    assert {r["record"]["gradients"] for r in results} == {"shared" if case == "shared" else "local"}
     if averaged:
         torch.testing.assert_close(results[0]["moments"], results[0]["mean"])
-    if averaged and kind == "torch":
+    if case == "auto":
         assert results[0]["record"]["collectives"] == 2, "moments travel with the parameters"
 
 
@@ -157,8 +131,8 @@ def _plain_ddp(rank: int, ours: bool) -> Tensor:
 
 def test_without_spread_ddp_training_is_torchs_bit_for_bit() -> None:
     """On three ranks, where a mean of equal numbers would already round."""
-    theirs, ours = run_ranks(3, _plain_ddp, False), run_ranks(3, _plain_ddp, True)
-    assert all_equal(theirs + ours)
+    found = Cases(3, _plain_ddp, [(False,), (True,)])
+    assert all_equal(found[(False,)] + found[(True,)])
 
 
 def _plain_with_buffers(rank: int, ours: bool) -> tuple[Tensor, Tensor]:
@@ -176,39 +150,31 @@ def _plain_with_buffers(rank: int, ours: bool) -> tuple[Tensor, Tensor]:
 
 
 def test_without_spread_buffers_are_averaged_and_parameters_left_alone() -> None:
-    theirs, ours = run_ranks(3, _plain_with_buffers, False), run_ranks(3, _plain_with_buffers, True)
+    found = Cases(3, _plain_with_buffers, [(False,), (True,)])
+    theirs, ours = found[(False,)], found[(True,)]
     assert all_equal([r[0] for r in theirs + ours])
     assert not all_equal([r[1] for r in theirs])
     assert all_equal([r[1] for r in ours])
 
 
-def _local_sgd(rank: int) -> tuple[Tensor, Tensor]:
-    trainer = Trainer(rank, ddp=False, spread=0)
-    return trainer.train(3).parameters(), trainer.train(1).parameters()
-
-
-@pytest.mark.full
-def test_without_spread_local_gradients_are_still_averaged() -> None:
-    results = run_ranks(2, _local_sgd)
-    assert not all_equal([r[0] for r in results])
-    assert all_equal([r[1] for r in results])
-
-
-def _buffers(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
+def _buffers(rank: int) -> dict[str, Tensor]:
     trainer = Trainer(rank, ddp=False, batch_norm=True, auto_lr=False, sync_every=100)
     trainer.scheduler = hk.HDETOneCycleLR(
-        trainer.optimizer, 0.01, 12, sync_every=4, auto_lr=False, model=trainer.module, **with_averaging(options)
+        trainer.optimizer,
+        0.01,
+        12,
+        sync_every=4,
+        auto_lr=False,
+        model=trainer.module,
+        averaging=hk.Averaging(buffers=False),
     )
     trainer.train(4)
     return {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}
 
 
-@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.full)], ids=["averaged", "own"])
-def test_batchnorm_statistics_are_averaged_on_request(average: bool) -> None:
-    results = run_ranks(2, _buffers, {"average_buffers": average})
-    assert all_equal([r["norm.running_mean"] for r in results]) is average
-    assert all_equal([r["norm.running_var"] for r in results]) is average
-    assert [int(r["norm.num_batches_tracked"]) for r in results] == [4, 4]
+def test_batchnorm_statistics_stay_those_of_a_replica_on_request() -> None:
+    first, second = run_ranks(2, _buffers)
+    assert all(not torch.equal(first[name], second[name]) for name in ("norm.running_mean", "norm.running_var"))
 
 
 def _consensus(rank: int, ddp: bool) -> dict[str, Any]:
@@ -239,21 +205,6 @@ def test_consensus_shows_the_average_and_gives_the_replicas_back(ddp: bool) -> N
     assert all(r["same"] for r in results)
     assert all("inside scheduler.consensus()" in text for r in results for text in r["refused"])
     assert all_equal([r["end"] for r in results])
-
-
-def _converge_now(rank: int) -> dict[str, Any]:
-    trainer = Trainer(rank, auto_lr=False)
-    trainer.train(2)
-    trainer.scheduler.converge()
-    averaged = trainer.parameters()
-    trainer.train(2)
-    return {"averaged": averaged, "records": [(r.step, r.cycle, r.kind) for r in trainer.scheduler.history]}
-
-
-def test_converge_averages_at_once_and_the_cycle_goes_on() -> None:
-    results = run_ranks(2, _converge_now)
-    assert all_equal([r["averaged"] for r in results])
-    assert results[0]["records"] == [(2, 0, "manual"), (4, 0, "sync")]
 
 
 def _auto_lr(rank: int, explore: bool) -> dict[str, Any]:
@@ -324,23 +275,6 @@ def test_replicas_that_start_apart_have_one_hypergradient() -> None:
 def test_the_hypergradient_controller_refuses_local_gradients() -> None:
     with pytest.raises(AssertionError, match="needs gradients that are averaged over the replicas"):
         run_ranks(2, _hypergradient, False)
-
-
-def _subgroup(rank: int) -> tuple[int, list[float], Tensor]:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    ensemble = hk.ProcessEnsemble(pairs[rank // 2])
-    trainer = Trainer(rank, ddp=False, auto_lr=False, ensemble=ensemble)
-    trainer.train(4)
-    return ensemble.size, trainer.scheduler.history[0].losses, trainer.parameters()
-
-
-def test_replicas_can_be_a_part_of_the_processes() -> None:
-    results = run_ranks(4, _subgroup)
-    assert [r[0] for r in results] == [2] * 4
-    assert all_equal([results[0][2], results[1][2]])
-    assert all_equal([results[2][2], results[3][2]])
-    assert not all_equal([results[0][2], results[2][2]])
-    assert all(len(r[1]) == 2 for r in results)
 
 
 def _wrapped(rank: int) -> tuple[list[float], Tensor]:

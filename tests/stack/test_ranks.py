@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_ranks
 from tests.training import batch, loss_of, network
 
 REPLICAS = 4
@@ -137,17 +137,15 @@ def check_spread(outcomes: list[Outcome]) -> None:
     torch.testing.assert_close(close, close[:1].expand_as(close), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("name", "gradients"),
-    [
-        ("adamw-clip", "shared"),
-        ("sgd-momentum-decay", "local"),  # a step of each row by itself
-        *(pytest.param(name, "shared", marks=pytest.mark.full) for name in OPTIMIZERS if name != "adamw-clip"),
-        *(pytest.param(name, "local", marks=pytest.mark.full) for name in ("adamw", "adamw-clip")),
-    ],
-)
+#: With local gradients each row takes a step by itself.
+QUICK = [("adamw-clip", "shared"), ("sgd-momentum-decay", "local")]
+MORE = [*((name, "shared") for name in OPTIMIZERS if name != "adamw-clip"), ("adamw", "local"), ("adamw-clip", "local")]
+PROCESSES = Cases(REPLICAS, _train_process, {case: (*case, {}) for case in QUICK}, {case: (*case, {}) for case in MORE})
+
+
+@pytest.mark.parametrize(("name", "gradients"), PROCESSES.params())
 def test_a_stack_takes_the_steps_of_separate_processes(name: str, gradients: str) -> None:
-    processes = run_ranks(REPLICAS, _train_process, name, gradients, {})
+    processes = PROCESSES[name, gradients]
     check_spread(processes)
     check_same(train_stack(0, REPLICAS, name, gradients, {}), processes)
 

@@ -175,27 +175,6 @@ def test_the_controller_moves_a_scalar_of_the_loss_with_local_gradients() -> Non
     assert trainer.scheduler.history[-1].base["shift"] < 0.4
 
 
-def test_step_takes_one_loss_per_replica() -> None:
-    trainer = StackTrainer()
-    losses = trainer.stack.backward(loss_of, *data(0))
-    trainer.optimizer.step()
-    for given, error, message in (
-        (losses.mean(), ValueError, r"must have shape \[4\], got \[\]: pass one for each of the 4 replicas"),
-        (1.0, TypeError, r"must be \[4\] numbers, got 1.0"),
-        (losses[:3], ValueError, r"must have shape \[4\], got \[3\]"),
-        ("loss", TypeError, "got 'loss'"),
-    ):
-        with pytest.raises(error, match=message):
-            trainer.scheduler.step(given)
-    assert trainer.scheduler.last_epoch == 0
-    trainer.scheduler.step(losses.tolist())
-
-
-def test_an_unknown_scalar_without_a_base_is_refused() -> None:
-    with pytest.raises(ValueError, match="'temperature' is not a key of the optimizer's parameter groups"):
-        StackTrainer(explore=[hk.Explore("temperature")])
-
-
 @pytest.mark.parametrize(("name", "warnings"), [("shift", 0), ("shfit", 1)])
 def test_a_scalar_that_no_loss_reads_is_warned_about_once(
     name: str, warnings: int, caplog: pytest.LogCaptureFixture
