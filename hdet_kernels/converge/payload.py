@@ -115,9 +115,15 @@ class Payload:
         return [[*self.plain_params, *others]]  # loose tensors are packed, all into the same buckets
 
     def summary(
-        self, checksum: Checksum, *, consensus: Tensor | float, outer: Tensor | float, bucket_bytes: int
+        self,
+        checksum: Checksum,
+        *,
+        consensus: Tensor | float,
+        outer: Tensor | float,
+        bucket_bytes: int,
+        norm: Tensor | None = None,
     ) -> TensorSummary:
-        """Return the numbers about these tensors that go into the handshake."""
+        """Return the numbers about these tensors that go into the handshake. ``norm``: of the parameters, if known."""
         rows, device, inventory = checksum.rows, self.device, self.inventory
         buffers = checksum(self.buffers, device)
         nonfinite = torch.zeros(rows, device=device, dtype=torch.int64)
@@ -139,7 +145,7 @@ class Payload:
             state=layout_hash(self.state.values(), self.state) if self.state else 0,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, rows, device),
-            checksum=self.checksum_of_params(checksum, bucket_bytes),
+            checksum=self.checksum_of_params(checksum, bucket_bytes) if norm is None else norm,
             rest=checksum(self.state.values(), device) + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,

@@ -28,6 +28,7 @@ from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.split_masters import Region, SplitRegion, outline
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
+from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import Pack
 
 # Transfers that run at the same time.
@@ -106,10 +107,23 @@ class Mean:
 
 @dataclass
 class Averaged:
-    """The cost of an average, and Σ x² over the share of the measured means that this process measured."""
+    """The cost of an average, and by number of the bucket Σ x² over its measured means, as soon as they are written."""
 
     cost: Cost
-    squares: float
+    squares: dict[int, Tensor | float]
+
+    @property
+    def norm(self) -> float:
+        """The norm of the measured means."""
+        return math.sqrt(sum(float(self.squares[number]) for number in sorted(self.squares)))
+
+
+@dataclass
+class Staged:
+    """Copies of buckets in staging buffers, by address of what was copied, and their norm, [1]."""
+
+    buffers: dict[int, Tensor]
+    norm: Tensor
 
 
 class Transport:
@@ -141,6 +155,7 @@ class Transport:
         rescaled: bool = False,
         measured: int = 0,
         writes: list[Write] | None = None,
+        staged: Staged | None = None,
     ) -> Averaged:
         """Replace every tensor by its mean over the ``included`` replicas, [replicas]. Collective.
 
@@ -151,17 +166,44 @@ class Transport:
                 values is finite then even where their sum is not.
             measured: the number of tensors, counted from the first, of whose means the squares are summed.
             writes: if given, nothing is written: the functions that do so are appended, for :meth:`write`.
+            staged: what :meth:`stage` has copied since the tensors last changed.
         """
+        averaged = Averaged(Cost(), {})
         if self.ensemble.size == 1 and not self.ensemble.talks:
-            return Averaged(Cost(), 0.0)
-        if self.staging.lent:  # by an average that failed, so that something may still be written to them
-            self.staging = Staging()
-        squares: list[Tensor] = []
-        transfers = self._transfers(regions, included, rescaled, measured, squares, deferred=writes is not None)
+            return averaged
+        if staged is None:
+            self._leave_lent()
+        copies = {} if staged is None else staged.buffers
+        deferred = writes is not None
+        transfers = self._transfers(regions, included, rescaled, measured, copies, averaged.squares, deferred=deferred)
         cost = run_transfers(transfers, writes)
-        if writes is None:
+        for unused in copies.values():
+            self.staging.give(unused)
+        if not deferred:
             self.staging = Staging()
-        return Averaged(cost if self.ensemble.talks else Cost(), sum(map(float, squares)))
+        averaged.cost = cost if self.ensemble.talks else Cost()
+        return averaged
+
+    def stage(self, regions: Sequence[Region]) -> Staged | None:
+        """Copy the buckets of ``regions`` to staging buffers and take the norm of all in the same pass.
+
+        Returns:
+            None, with nothing copied, where that would not be one pass: of tensors that have to be packed or joined,
+            of float64, whose squares may overflow, and without the extension.
+        """
+        self._leave_lent()
+        pairs = [(region, bucket) for region in regions for bucket in self._cut(region, self._limit(region))]
+        wholes = [whole for pair in pairs if (whole := self.in_place(*pair)) is not None and self._fuses(whole)]
+        if len(wholes) < len(pairs) or any(whole.dtype == torch.float64 for whole in wholes):
+            return None
+        buffers = {whole.data_ptr(): self.staging.take(pair[1]) for whole, pair in zip(wholes, pairs, strict=True)}
+        squares = sum(self._divide(whole, 1, buffers[whole.data_ptr()]) for whole in wholes)
+        return Staged(buffers, torch.tensor([squares], dtype=torch.float64, device="cpu").sqrt())
+
+    def _leave_lent(self) -> None:
+        """Leave the staging buffers to an average that failed: something may still be written to them."""
+        if self.staging.lent:
+            self.staging = Staging()
 
     def write(self, writes: Sequence[Write]) -> None:
         """Write everything that has arrived, even if that is interrupted; then the interrupt is raised.
@@ -188,47 +230,56 @@ class Transport:
         included: NDArray[np.bool_],
         rescaled: bool,
         measured: int,
-        squares: list[Tensor],
+        copies: dict[int, Tensor],
+        squares: dict[int, Tensor | float],
         *,
         deferred: bool,
     ) -> Iterator[tuple[Transfer, int]]:
-        """Yield the transfer of every bucket, and its bytes."""
+        """Yield the transfer of every bucket, and its bytes. ``copies`` that are used are taken out."""
+        number = 0
         for region in regions:
             for bucket in self._cut(region, self._limit(region)):
                 mean = Mean.over(included, self.ensemble, bucket.device, rescaled=rescaled)
+                # The measured elements are the first ones of a bucket.
                 length = sum(piece.stop - piece.start for piece in bucket.pieces if piece.index < measured)
-                # The measured elements are the first ones of a bucket, and each process measures a part of them.
-                share = -(-length // self.ensemble.processes)
-                own = slice(share * self.ensemble.process, min(share * (self.ensemble.process + 1), length))
-                yield self._transfer(region, bucket, mean, own, squares, deferred=deferred), bucket.nbytes
+                place = _Place(self, region, bucket, length, number, squares)
+                yield self._transfer(place, mean, copies, deferred=deferred), bucket.nbytes
+                number += 1
             measured -= len(outline(region))
 
-    def _transfer(
-        self, region: Region, bucket: Bucket, mean: Mean, own: slice, squares: list[Tensor], *, deferred: bool
-    ) -> Transfer:
-        scaled = mean.scale != 1
-        whole = None if deferred or scaled or not mean.included[0] else self.in_place(region, bucket)
-        values = self.staging.take(bucket) if whole is None else whole
+    def _transfer(self, place: _Place, mean: Mean, copies: dict[int, Tensor], *, deferred: bool) -> Transfer:
+        region, bucket, scaled = place.region, place.bucket, mean.scale != 1
+        whole = self.in_place(region, bucket)
+        copy = None if whole is None else copies.pop(whole.data_ptr(), None)
+        if deferred or scaled or not mean.included[0]:
+            whole = None
+        values = whole if whole is not None else self.staging.take(bucket) if copy is None else copy
         if scaled:
             pack_scaled(region, bucket, mean, values)
-        elif whole is None:
+        elif whole is None and (copy is None or not mean.included[0]):
             self.pack(region, bucket, values, mean.included, mean.before)
         yield self.ensemble.all_reduce(values, mean.operation)
         divisor = mean.after
         if scaled:
             divide_within_range(values, divisor)
             divisor = 1
-        if own.start < own.stop:  # a bucket at a time: with a backup and without, the sum has the same bits
-            squares.append((self.checksum_of_one([values[own]], values.device) / divisor) ** 2)
-        arrived = _Unpack(self, region, bucket, values, divisor)
+        arrived = _Unpack(place, values, divisor)
         if deferred:
             return arrived
-        if whole is not None:
-            divide(whole, divisor, whole)
-        else:
-            arrived()
+        arrived()
+        if whole is None:
             self.staging.give(values)
         return _nothing
+
+    def _fuses(self, tensor: Tensor) -> bool:
+        """Return whether a 1-D tensor is divided and measured in one pass."""
+        return tensor.is_cpu and resolve(tensor.device, self.backend) == "cpp" and not tensor.is_inference()
+
+    def _divide(self, values: Tensor, divisor: float, out: Tensor) -> float:
+        """Write ``values`` / ``divisor`` to ``out`` and return the sum of its squares, in one pass."""
+        squares: float = torch.ops.hdet_kernels.divide(values, divisor, out)
+        torch.autograd.graph.increment_version([out])  # as after any write in place
+        return squares
 
     def _limit(self, region: Region) -> int:
         on_cpu = all(tensor.is_cpu for tensor in outline(region))
@@ -348,17 +399,42 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class _Unpack:
-    """Write the sum of a bucket, divided, to its tensors."""
+class _Place:
+    """The place of a bucket: the tensors that it is of, and where the squares of its first ``length`` means go."""
 
     transport: Transport
     region: Region
     bucket: Bucket
+    length: int
+    number: int
+    squares: dict[int, Tensor | float]
+
+
+@dataclass(frozen=True)
+class _Unpack:
+    """Write the sum of a bucket, divided, to its tensors. What is measured has the same bits with a backup as without.
+
+    The sum may lie in the tensor itself, and then this may be called once only.
+    """
+
+    place: _Place
     packed: Tensor
     divisor: float
 
     def __call__(self) -> None:
-        self.transport.unpack(self.region, self.bucket, self.packed, self.divisor)
+        place, packed, divisor = self.place, self.packed, self.divisor
+        transport, region, bucket, length = place.transport, place.region, place.bucket, place.length
+        whole = transport.in_place(region, bucket)
+        if whole is not None and length == bucket.numel and transport._fuses(whole):
+            place.squares[place.number] = transport._divide(packed, divisor, whole)
+            return
+        if length:
+            norm = transport.checksum_of_one([packed[:length]], packed.device)
+            place.squares[place.number] = (norm / divisor) ** 2
+        if whole is not None and whole.data_ptr() == packed.data_ptr():
+            divide(whole, divisor, whole)
+        else:
+            transport.unpack(region, bucket, packed, divisor)
 
 
 def divide(values: Tensor, divisor: float, out: Tensor) -> Tensor:

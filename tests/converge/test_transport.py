@@ -211,7 +211,8 @@ def test_rows_become_their_mean_without_a_collective() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 6.0], [torch.nan, 0.0]])
     averaged = Transport(RowEnsemble(3), 4, None).average([[tensor]], np.array([True, True, False]), measured=1)
     assert tensor.tolist() == [[2.0, 4.0]] * 3
-    assert averaged == Averaged(Cost(), 20.0)
+    assert averaged == Averaged(Cost(), {0: 4.0, 1: 16.0})
+    assert averaged.norm == pytest.approx(20.0**0.5, rel=1e-15)
 
 
 def test_one_replica_alone_is_left_as_it_is() -> None:
