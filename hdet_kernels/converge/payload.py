@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from hdet_kernels.converge.summary import (
     pattern,
 )
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
-from hdet_kernels.sharded import drop_gathered, is_distributed, part_of
+from hdet_kernels.sharded import drop_gathered, is_distributed, parts_of
 from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
@@ -268,10 +269,10 @@ class ModelTensors:
         """
         given = self.params if self.buckets is None else self.buckets.params
         watched = [*given, *self._masters(), *present]
-        layouts: list[object] = [(id(tensor), *_layout(part_of(tensor))) for tensor in watched]
+        layouts = _layouts(watched)
         if self._inventory is None or self._inventory[0] != layouts:
             if self.buckets is not None and self.buckets.rehome():
-                layouts = [(id(tensor), *_layout(part_of(tensor))) for tensor in watched]
+                layouts = _layouts(watched)
             self._inventory = layouts, take_inventory(self._kinds(present), masks, self.names, self.buckets is not None)
         return self._inventory[1]
 
@@ -395,9 +396,14 @@ def flattened(tensor: Tensor, rows: int, gapped: Gapped) -> Tensor:
     return copied
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+def _layouts(tensors: Sequence[Tensor]) -> list[object]:
+    """Return of every tensor which object it is, where its elements are and how they lie there."""
+    parts = list(parts_of(tensors)(tensors))
+    where, kinds, strides = map(Tensor.data_ptr, parts), map(_kind_of, parts), map(Tensor.stride, parts)
+    return list(zip(map(id, tensors), where, kinds, strides, strict=True))
 
+
+_kind_of = attrgetter("dtype", "device", "shape")
 
 # Parts of a name that a wrapper adds. A replica may be wrapped on one rank and not on another.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

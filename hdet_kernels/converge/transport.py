@@ -47,6 +47,9 @@ MOST_PACKS = 256
 
 R = TypeVar("R", bound=Region)
 
+#: Address of the first element, and number of elements.
+Key = tuple[int, int]
+
 #: Writes something that has arrived. May be called again, completely or after an interrupt, with the same result.
 Write = Callable[[], None]
 
@@ -120,9 +123,9 @@ class Averaged:
 
 @dataclass
 class Staged:
-    """Copies of buckets in staging buffers, by address of what was copied, and their norm, [1]."""
+    """Copies of buckets in staging buffers, by address and length of what was copied, and their norm, [1]."""
 
-    buffers: dict[int, Tensor]
+    buffers: dict[Key, Tensor]
     norm: Tensor
 
 
@@ -188,16 +191,21 @@ class Transport:
         """Copy the buckets of ``regions`` to staging buffers and take the norm of all in the same pass.
 
         Returns:
-            None, with nothing copied, where that would not be one pass: of tensors that have to be packed or joined,
-            of float64, whose squares may overflow, and without the extension.
+            None where that would not be one pass: of small tensors, of those that have to be converted or joined, of
+            float64, whose squares may overflow, and without the extension.
         """
         self._leave_lent()
-        pairs = [(region, bucket) for region in regions for bucket in self._cut(region, self._limit(region))]
-        wholes = [whole for pair in pairs if (whole := self.in_place(*pair)) is not None and self._fuses(whole)]
-        if len(wholes) < len(pairs) or any(whole.dtype == torch.float64 for whole in wholes):
-            return None
-        buffers = {whole.data_ptr(): self.staging.take(pair[1]) for whole, pair in zip(wholes, pairs, strict=True)}
-        squares = sum(self._divide(whole, 1, buffers[whole.data_ptr()]) for whole in wholes)
+        buffers: dict[Key, Tensor] = {}
+        squares = 0.0
+        for region in regions:
+            for bucket in self._cut(region, self._limit(region)):
+                pieces = self._measurable(region, bucket)
+                if pieces is None or bucket.dtype == torch.float64:
+                    for copied in buffers.values():
+                        self.staging.give(copied)
+                    return None
+                buffers[_key(pieces)] = buffer = self.staging.take(bucket)
+                squares += sum(self._divide(piece, 1, span) for piece, span in _spans(pieces, buffer))
         return Staged(buffers, torch.tensor([squares], dtype=torch.float64, device="cpu").sqrt())
 
     def _leave_lent(self) -> None:
@@ -230,7 +238,7 @@ class Transport:
         included: NDArray[np.bool_],
         rescaled: bool,
         measured: int,
-        copies: dict[int, Tensor],
+        copies: dict[Key, Tensor],
         squares: dict[int, Tensor | float],
         *,
         deferred: bool,
@@ -247,12 +255,11 @@ class Transport:
                 number += 1
             measured -= len(outline(region))
 
-    def _transfer(self, place: _Place, mean: Mean, copies: dict[int, Tensor], *, deferred: bool) -> Transfer:
+    def _transfer(self, place: _Place, mean: Mean, copies: dict[Key, Tensor], *, deferred: bool) -> Transfer:
         region, bucket, scaled = place.region, place.bucket, mean.scale != 1
-        whole = self.in_place(region, bucket)
-        copy = None if whole is None else copies.pop(whole.data_ptr(), None)
-        if deferred or scaled or not mean.included[0]:
-            whole = None
+        pieces = self._measurable(region, bucket) if copies else None
+        copy = None if pieces is None else copies.pop(_key(pieces), None)
+        whole = None if deferred or scaled or not mean.included[0] else self.in_place(region, bucket)
         values = whole if whole is not None else self.staging.take(bucket) if copy is None else copy
         if scaled:
             pack_scaled(region, bucket, mean, values)
@@ -271,9 +278,13 @@ class Transport:
             self.staging.give(values)
         return _nothing
 
-    def _fuses(self, tensor: Tensor) -> bool:
-        """Return whether a 1-D tensor is divided and measured in one pass."""
-        return tensor.is_cpu and resolve(tensor.device, self.backend) == "cpp" and not tensor.is_inference()
+    def _measurable(self, region: Region, bucket: Bucket) -> list[Tensor] | None:
+        """Return the pieces of a bucket as views, if they can be copied, divided and measured in one pass."""
+        if bucket.device.type != "cpu" or resolve(bucket.device, self.backend) != "cpp":
+            return None
+        if (whole := self.in_place(region, bucket)) is not None:
+            return None if whole.is_inference() else [whole]
+        return None if isinstance(region, SplitRegion) else self._large_pieces(region, bucket)
 
     def _divide(self, values: Tensor, divisor: float, out: Tensor) -> float:
         """Write ``values`` / ``divisor`` to ``out`` and return the sum of its squares, in one pass."""
@@ -315,7 +326,7 @@ class Transport:
         if included is not None and not any(included):
             out.zero_()
         elif (pieces := self._large_pieces(region, bucket)) is not None:
-            for piece, span in zip(pieces, out.split([piece.numel() for piece in pieces]), strict=True):
+            for piece, span in _spans(pieces, out):
                 divide(piece, divisor, span)
         else:
             packer, tensors = self._packer(region, bucket)
@@ -326,7 +337,7 @@ class Transport:
         if isinstance(region, SplitRegion):
             region.write(values if divisor == 1 else divide(values, divisor, torch.empty_like(values)), bucket)
         elif (pieces := self._large_pieces(region, bucket)) is not None:
-            for piece, span in zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True):
+            for piece, span in _spans(pieces, values):
                 divide(span, divisor, piece)
         else:
             packer, tensors = self._packer(region, bucket)
@@ -424,17 +435,28 @@ class _Unpack:
     def __call__(self) -> None:
         place, packed, divisor = self.place, self.packed, self.divisor
         transport, region, bucket, length = place.transport, place.region, place.bucket, place.length
-        whole = transport.in_place(region, bucket)
-        if whole is not None and length == bucket.numel and transport._fuses(whole):
-            place.squares[place.number] = transport._divide(packed, divisor, whole)
+        pieces = transport._measurable(region, bucket) if length == bucket.numel else None
+        if pieces is not None:
+            each = (transport._divide(span, divisor, piece) for piece, span in _spans(pieces, packed))
+            place.squares[place.number] = sum(each)
             return
         if length:
             norm = transport.checksum_of_one([packed[:length]], packed.device)
             place.squares[place.number] = (norm / divisor) ** 2
+        whole = transport.in_place(region, bucket)
         if whole is not None and whole.data_ptr() == packed.data_ptr():
             divide(whole, divisor, whole)
         else:
             transport.unpack(region, bucket, packed, divisor)
+
+
+def _key(pieces: Sequence[Tensor]) -> Key:
+    return pieces[0].data_ptr(), sum(piece.numel() for piece in pieces)
+
+
+def _spans(pieces: Sequence[Tensor], values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return each piece with its span of ``values``."""
+    return zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True)
 
 
 def divide(values: Tensor, divisor: float, out: Tensor) -> Tensor:
