@@ -252,7 +252,7 @@ class Converger:
         return cost, norm
 
     def _confirm(self, transport: Transport, payload: Payload) -> None:
-        """Wait until everything has arrived on all processes. Without that one might write what another never received."""
+        """Wait until everything has arrived on all processes. Else one might write what another never received."""
         for device in devices_of([*payload.outlines, *payload.buffers]):
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
