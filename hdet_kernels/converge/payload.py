@@ -207,6 +207,7 @@ class ModelTensors:
         self.params = tuple(param for param in given if param.is_floating_point() or param.is_complex())
         if not self.params:
             raise ValueError("there are no parameters to average: the optimizer's parameter groups are empty")
+        self._distributed = [param for param in self.params if is_distributed(param)]
         for index, param in enumerate(self.params):
             check_shards(index, param, ensemble)
         for tensor in (*self.params, *buffers()):
@@ -302,7 +303,7 @@ class ModelTensors:
         """Let autograd know that parameters were written, and FSDP, which may still have the ones before gathered."""
         if self.buckets is not None:
             self.buckets.advance_versions()
-        drop_gathered([param for param in self.params if is_distributed(param)])
+        drop_gathered(self._distributed)
 
 
 @dataclass(frozen=True)
