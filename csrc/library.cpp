@@ -33,6 +33,8 @@ STABLE_TORCH_LIBRARY(hdet_kernels, m) {
   // √(Σ g²) over the gradients of each replica, float64 [rows], in one pass. The chunks come replica by replica,
   // equally many for each.
   m.def("grad_norm(Tensor chunks, Tensor gradients, int rows) -> Tensor");
+  // Sets `out`, which may be `values`, to their quotients and returns the sum of its squares, in one pass on the CPU.
+  m.def("divide(Tensor values, float divisor, Tensor(a!) out) -> float");
   // pack writes pieces of tensors to the staging buffer, summed over the rows whose bit in `included` is set, and
   // divided. unpack writes the staging buffer, divided, to all rows. The tensors are accessed through their addresses
   // (`places`) and are not arguments: the caller keeps them alive, on the device of the staging buffer. unpack changes

@@ -34,7 +34,16 @@ from hdet_kernels.converge.payload import Counts, ModelTensors, Names, Payload
 from hdet_kernels.converge.plan import AverageRequest, Plan, decide
 from hdet_kernels.converge.settings import Averaging, Format, Merge, Outer
 from hdet_kernels.converge.summary import TensorSummary, describe_layout, keep_own
-from hdet_kernels.converge.transport import Cost, Staging, Transport, Write, run_transfers, take_first, take_largest
+from hdet_kernels.converge.transport import (
+    Cost,
+    Staged,
+    Staging,
+    Transport,
+    Write,
+    run_transfers,
+    take_first,
+    take_largest,
+)
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
@@ -137,18 +146,26 @@ class Converger:
         """
         start = time.perf_counter()
         payload = self.tensors.payload(include_state=request.include_state)
-        agreement, plan = self._agree(self._transport, report, payload, request)
+        # With a backup the average needs a copy of the parameters, and the pass that makes it finds their norm too.
+        staging = self.backup and self.ensemble.talks and self._compression is None
+        staged = self._transport.stage(payload.params) if staging else None
+        agreement, plan = self._agree(self._transport, report, payload, request, staged)
         if request.agreed is not None:
             with self._transport.attendance.explained():
                 request.agreed()
-        cost, norm = self._average(self._transport, payload, plan, backup=self.backup)
+        cost, norm = self._average(self._transport, payload, plan, backup=self.backup, staged=staged)
         distance = distance_of(self.ensemble, agreement, plan, payload.outlines, norm)
         self._take_outer_step(payload, plan, same_start=agreement.same_outer, advance=request.outer)
         self.tensors.write_back(payload, counts=plan.counts)
         return Outcome.of(agreement, plan, cost, time.perf_counter() - start, distance)
 
     def _agree(
-        self, transport: Transport, report: Report, payload: Payload, request: AverageRequest
+        self,
+        transport: Transport,
+        report: Report,
+        payload: Payload,
+        request: AverageRequest,
+        staged: Staged | None = None,
     ) -> tuple[Agreement, Plan]:
         """Exchange reports with the other replicas and decide with them what is averaged. Collective."""
         ensemble = transport.ensemble
@@ -159,6 +176,7 @@ class Converger:
             consensus=math.nan if consensus is None else transport.checksum_of_one(consensus, payload.device),
             outer=math.nan if self._outer is None else self._outer.checksum(payload.params, payload.device),
             bucket_bytes=self.bucket_bytes,
+            norm=None if staged is None else staged.norm,
         )
         transport.attendance.enter(request.call, report.step)
         agreement = exchange_reports(transport.attendance, report, summary, needs_loss=request.needs_loss)
@@ -186,7 +204,9 @@ class Converger:
             found = ", ".join(names[str(int(np.argmax(own)))][:3])
             log.warning("step %d: %s: elements that are not finite on all replicas stay as they are", step, found)
 
-    def _average(self, transport: Transport, payload: Payload, plan: Plan, *, backup: bool) -> tuple[Cost, float]:
+    def _average(
+        self, transport: Transport, payload: Payload, plan: Plan, *, backup: bool, staged: Staged | None = None
+    ) -> tuple[Cost, float]:
         """Average the payload as planned; return the cost and the norm of the mean. Collective.
 
         With ``backup`` nothing is written before all processes have confirmed that everything arrived. An error names
@@ -203,6 +223,7 @@ class Converger:
                 rescaled=plan.rescaled,
                 measured=len(payload.outlines) if plan.params and not plan.compressed else 0,
                 writes=deferred,
+                staged=staged,
             )
             cost = handshake_cost(ensemble) + averaged.cost
             if plan.integers and payload.integers:
@@ -216,8 +237,9 @@ class Converger:
                 )
                 cost += more
                 writes.append(write_consensus)
-            norm = self._confirm(transport, payload, averaged.squares)
+            self._confirm(transport, payload)
             transport.write(writes)
+        norm = averaged.norm
         for buffer, before in zip(payload.all_buffers, own, strict=bool(own)):
             keep_own(buffer, before, plan.healthy[held(ensemble)].tolist())
         if compression is not None and plan.compressed:
@@ -229,19 +251,13 @@ class Converger:
             compression.remember(transport, payload.compressible, keep_errors=healthy)
         return cost, norm
 
-    def _confirm(self, transport: Transport, payload: Payload, squares: float) -> float:
-        """Wait until everything has arrived on all processes; return the norm of the mean, of which each has a part.
-
-        Without that one process might write what another never received.
-        """
+    def _confirm(self, transport: Transport, payload: Payload) -> None:
+        """Wait until everything has arrived on all processes. Else one might write what another never received."""
         for device in devices_of([*payload.outlines, *payload.buffers]):
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # a failed collective raises here, not steps later
-        ensemble = transport.ensemble
-        if not ensemble.talks:
-            return math.sqrt(squares)
-        row = torch.tensor([squares], dtype=torch.float64, device="cpu").expand(ensemble.rows, 1)
-        return math.sqrt(float(ensemble.gather(row)[:: ensemble.rows, ensemble.part].sum()))
+        if transport.ensemble.talks:
+            transport.ensemble.gather(torch.zeros(transport.ensemble.rows, 1, dtype=torch.float64, device="cpu"))
 
     def _take_outer_step(self, payload: Payload, plan: Plan, *, same_start: bool, advance: bool) -> None:
         if self._outer is None:

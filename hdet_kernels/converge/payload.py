@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from hdet_kernels.converge.summary import (
     pattern,
 )
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
-from hdet_kernels.sharded import drop_gathered, is_distributed, part_of
+from hdet_kernels.sharded import drop_gathered, is_distributed, parts_of
 from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
@@ -115,9 +116,15 @@ class Payload:
         return [[*self.plain_params, *others]]  # loose tensors are packed, all into the same buckets
 
     def summary(
-        self, checksum: Checksum, *, consensus: Tensor | float, outer: Tensor | float, bucket_bytes: int
+        self,
+        checksum: Checksum,
+        *,
+        consensus: Tensor | float,
+        outer: Tensor | float,
+        bucket_bytes: int,
+        norm: Tensor | None = None,
     ) -> TensorSummary:
-        """Return the numbers about these tensors that go into the handshake."""
+        """Return the numbers about these tensors that go into the handshake. ``norm``: of the parameters, if known."""
         rows, device, inventory = checksum.rows, self.device, self.inventory
         buffers = checksum(self.buffers, device)
         nonfinite = torch.zeros(rows, device=device, dtype=torch.int64)
@@ -139,7 +146,7 @@ class Payload:
             state=layout_hash(self.state.values(), self.state) if self.state else 0,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, rows, device),
-            checksum=self.checksum_of_params(checksum, bucket_bytes),
+            checksum=self.checksum_of_params(checksum, bucket_bytes) if norm is None else norm,
             rest=checksum(self.state.values(), device) + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,
@@ -200,6 +207,7 @@ class ModelTensors:
         self.params = tuple(param for param in given if param.is_floating_point() or param.is_complex())
         if not self.params:
             raise ValueError("there are no parameters to average: the optimizer's parameter groups are empty")
+        self._distributed = [param for param in self.params if is_distributed(param)]
         for index, param in enumerate(self.params):
             check_shards(index, param, ensemble)
         for tensor in (*self.params, *buffers()):
@@ -262,10 +270,10 @@ class ModelTensors:
         """
         given = self.params if self.buckets is None else self.buckets.params
         watched = [*given, *self._masters(), *present]
-        layouts: list[object] = [(id(tensor), *_layout(part_of(tensor))) for tensor in watched]
+        layouts = _layouts(watched)
         if self._inventory is None or self._inventory[0] != layouts:
             if self.buckets is not None and self.buckets.rehome():
-                layouts = [(id(tensor), *_layout(part_of(tensor))) for tensor in watched]
+                layouts = _layouts(watched)
             self._inventory = layouts, take_inventory(self._kinds(present), masks, self.names, self.buckets is not None)
         return self._inventory[1]
 
@@ -295,7 +303,7 @@ class ModelTensors:
         """Let autograd know that parameters were written, and FSDP, which may still have the ones before gathered."""
         if self.buckets is not None:
             self.buckets.advance_versions()
-        drop_gathered([param for param in self.params if is_distributed(param)])
+        drop_gathered(self._distributed)
 
 
 @dataclass(frozen=True)
@@ -389,9 +397,14 @@ def flattened(tensor: Tensor, rows: int, gapped: Gapped) -> Tensor:
     return copied
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+def _layouts(tensors: Sequence[Tensor]) -> list[object]:
+    """Return of every tensor which object it is, where its elements are and how they lie there."""
+    parts = list(parts_of(tensors)(tensors))
+    where, kinds, strides = map(Tensor.data_ptr, parts), map(_kind_of, parts), map(Tensor.stride, parts)
+    return list(zip(map(id, tensors), where, kinds, strides, strict=True))
 
+
+_kind_of = attrgetter("dtype", "device", "shape")
 
 # Parts of a name that a wrapper adds. A replica may be wrapped on one rank and not on another.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

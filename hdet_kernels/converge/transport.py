@@ -28,6 +28,7 @@ from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.split_masters import Region, SplitRegion, outline
 from hdet_kernels.converge.summary import Checksum
 from hdet_kernels.ensemble import Collective, Ensemble, held
+from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import Pack
 from hdet_kernels.tensors import Piece
 
@@ -46,6 +47,9 @@ LARGE = 4096
 MOST_PACKS = 256
 
 R = TypeVar("R", bound=Region)
+
+#: Address of the first element, and number of elements.
+Key = tuple[int, int]
 
 #: Writes something that has arrived. May be called again, completely or after an interrupt, with the same result.
 Write = Callable[[], None]
@@ -107,10 +111,23 @@ class Mean:
 
 @dataclass
 class Averaged:
-    """The cost of an average, and Σ x² over the share of the measured means that this process measured."""
+    """The cost of an average, and by number of the bucket Σ x² over its measured means, as soon as they are written."""
 
     cost: Cost
-    squares: float
+    squares: dict[int, Tensor | float]
+
+    @property
+    def norm(self) -> float:
+        """The norm of the measured means."""
+        return math.sqrt(sum(float(self.squares[number]) for number in sorted(self.squares)))
+
+
+@dataclass
+class Staged:
+    """Copies of buckets in staging buffers, by address and length of what was copied, and their norm, [1]."""
+
+    buffers: dict[Key, Tensor]
+    norm: Tensor
 
 
 class Transport:
@@ -142,6 +159,7 @@ class Transport:
         rescaled: bool = False,
         measured: int = 0,
         writes: list[Write] | None = None,
+        staged: Staged | None = None,
     ) -> Averaged:
         """Replace every tensor by its mean over the ``included`` replicas, [replicas]. Collective.
 
@@ -152,17 +170,49 @@ class Transport:
                 values is finite then even where their sum is not.
             measured: the number of tensors, counted from the first, of whose means the squares are summed.
             writes: if given, nothing is written: the functions that do so are appended, for :meth:`write`.
+            staged: what :meth:`stage` has copied since the tensors last changed.
         """
+        averaged = Averaged(Cost(), {})
         if self.ensemble.size == 1 and not self.ensemble.talks:
-            return Averaged(Cost(), 0.0)
-        if self.staging.lent:  # by an average that failed, so that something may still be written to them
-            self.staging = Staging()
-        squares: list[Tensor] = []
-        transfers = self._transfers(regions, included, rescaled, measured, squares, deferred=writes is not None)
+            return averaged
+        if staged is None:
+            self._leave_lent()
+        copies = {} if staged is None else staged.buffers
+        deferred = writes is not None
+        transfers = self._transfers(regions, included, rescaled, measured, copies, averaged.squares, deferred=deferred)
         cost = run_transfers(transfers, writes)
-        if writes is None:
+        for unused in copies.values():
+            self.staging.give(unused)
+        if not deferred:
             self.staging = Staging()
-        return Averaged(cost if self.ensemble.talks else Cost(), sum(map(float, squares)))
+        averaged.cost = cost if self.ensemble.talks else Cost()
+        return averaged
+
+    def stage(self, regions: Sequence[Region]) -> Staged | None:
+        """Copy the buckets of ``regions`` to staging buffers and take the norm of all in the same pass.
+
+        Returns:
+            None where that would not be one pass: of small tensors, of those that have to be converted or joined, of
+            float64, whose squares may overflow, and without the extension.
+        """
+        self._leave_lent()
+        buffers: dict[Key, Tensor] = {}
+        squares = 0.0
+        for region in regions:
+            for bucket in self._cut(region, self._limit(region)):
+                pieces = self._measurable(region, bucket)
+                if pieces is None or bucket.dtype == torch.float64:
+                    for copied in buffers.values():
+                        self.staging.give(copied)
+                    return None
+                buffers[_key(pieces)] = buffer = self.staging.take(bucket)
+                squares += sum(self._divide(piece, 1, span) for piece, span in _spans(pieces, buffer))
+        return Staged(buffers, torch.tensor([squares], dtype=torch.float64, device="cpu").sqrt())
+
+    def _leave_lent(self) -> None:
+        """Leave the staging buffers to an average that failed: something may still be written to them."""
+        if self.staging.lent:
+            self.staging = Staging()
 
     def write(self, writes: Sequence[Write]) -> None:
         """Write everything that has arrived, even if that is interrupted; then the interrupt is raised.
@@ -189,47 +239,59 @@ class Transport:
         included: NDArray[np.bool_],
         rescaled: bool,
         measured: int,
-        squares: list[Tensor],
+        copies: dict[Key, Tensor],
+        squares: dict[int, Tensor | float],
         *,
         deferred: bool,
     ) -> Iterator[tuple[Transfer, int]]:
-        """Yield the transfer of every bucket, and its bytes."""
+        """Yield the transfer of every bucket, and its bytes. ``copies`` that are used are taken out."""
+        number = 0
         for region in regions:
             for bucket in self._cut(region, self._limit(region)):
                 mean = Mean.over(included, self.ensemble, bucket.device, rescaled=rescaled)
+                # The measured elements are the first ones of a bucket.
                 length = sum(piece.stop - piece.start for piece in bucket.pieces if piece.index < measured)
-                # The measured elements are the first ones of a bucket, and each process measures a part of them.
-                share = -(-length // self.ensemble.processes)
-                own = slice(share * self.ensemble.process, min(share * (self.ensemble.process + 1), length))
-                yield self._transfer(region, bucket, mean, own, squares, deferred=deferred), bucket.nbytes
+                place = _Place(self, region, bucket, length, number, squares)
+                yield self._transfer(place, mean, copies, deferred=deferred), bucket.nbytes
+                number += 1
             measured -= len(outline(region))
 
-    def _transfer(
-        self, region: Region, bucket: Bucket, mean: Mean, own: slice, squares: list[Tensor], *, deferred: bool
-    ) -> Transfer:
-        scaled = mean.scale != 1
+    def _transfer(self, place: _Place, mean: Mean, copies: dict[Key, Tensor], *, deferred: bool) -> Transfer:
+        region, bucket, scaled = place.region, place.bucket, mean.scale != 1
+        pieces = self._measurable(region, bucket) if copies else None
+        copy = None if pieces is None else copies.pop(_key(pieces), None)
         whole = None if deferred or scaled or not mean.included[0] else self.in_place(region, bucket)
-        values = self.staging.take(bucket) if whole is None else whole
+        values = whole if whole is not None else self.staging.take(bucket) if copy is None else copy
         if scaled:
             pack_scaled(region, bucket, mean, values)
-        elif whole is None:
+        elif whole is None and (copy is None or not mean.included[0]):
             self.pack(region, bucket, values, mean.included, mean.before)
         yield self.ensemble.all_reduce(values, mean.operation)
         divisor = mean.after
         if scaled:
             divide_within_range(values, divisor)
             divisor = 1
-        if own.start < own.stop:  # a bucket at a time: with a backup and without, the sum has the same bits
-            squares.append((self.checksum_of_one([values[own]], values.device) / divisor) ** 2)
-        arrived = _Unpack(self, region, bucket, values, divisor)
+        arrived = _Unpack(place, values, divisor)
         if deferred:
             return arrived
-        if whole is not None:
-            divide(whole, divisor, whole)
-        else:
-            arrived()
+        arrived()
+        if whole is None:
             self.staging.give(values)
         return _nothing
+
+    def _measurable(self, region: Region, bucket: Bucket) -> list[Tensor] | None:
+        """Return the pieces of a bucket as views, if they can be copied, divided and measured in one pass."""
+        if bucket.device.type != "cpu" or resolve(bucket.device, self.backend) != "cpp":
+            return None
+        if (whole := self.in_place(region, bucket)) is not None:
+            return None if whole.is_inference() else [whole]
+        return None if isinstance(region, SplitRegion) else self._large_pieces(region, bucket)
+
+    def _divide(self, values: Tensor, divisor: float, out: Tensor) -> float:
+        """Write ``values`` / ``divisor`` to ``out`` and return the sum of its squares, in one pass."""
+        squares: float = torch.ops.hdet_kernels.divide(values, divisor, out)
+        torch.autograd.graph.increment_version([out])  # as after any write in place
+        return squares
 
     def _limit(self, region: Region) -> int:
         on_cpu = all(tensor.is_cpu for tensor in outline(region))
@@ -265,7 +327,7 @@ class Transport:
         if included is not None and not any(included):
             out.zero_()
         elif (pieces := self._large_pieces(region, bucket)) is not None:
-            for piece, span in zip(pieces, out.split([piece.numel() for piece in pieces]), strict=True):
+            for piece, span in _spans(pieces, out):
                 divide(piece, divisor, span)
         else:
             packer, tensors = self._packer(region, bucket)
@@ -276,7 +338,7 @@ class Transport:
         if isinstance(region, SplitRegion):
             region.write(values if divisor == 1 else divide(values, divisor, torch.empty_like(values)), bucket)
         elif (pieces := self._large_pieces(region, bucket)) is not None:
-            for piece, span in zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True):
+            for piece, span in _spans(pieces, values):
                 divide(span, divisor, piece)
         else:
             packer, tensors = self._packer(region, bucket)
@@ -349,17 +411,53 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class _Unpack:
-    """Write the sum of a bucket, divided, to its tensors."""
+class _Place:
+    """The place of a bucket: the tensors that it is of, and where the squares of its first ``length`` means go."""
 
     transport: Transport
     region: Region
     bucket: Bucket
+    length: int
+    number: int
+    squares: dict[int, Tensor | float]
+
+
+@dataclass(frozen=True)
+class _Unpack:
+    """Write the sum of a bucket, divided, to its tensors. What is measured has the same bits with a backup as without.
+
+    The sum may lie in the tensor itself, and then this may be called once only.
+    """
+
+    place: _Place
     packed: Tensor
     divisor: float
 
     def __call__(self) -> None:
-        self.transport.unpack(self.region, self.bucket, self.packed, self.divisor)
+        place, packed, divisor = self.place, self.packed, self.divisor
+        transport, region, bucket, length = place.transport, place.region, place.bucket, place.length
+        pieces = transport._measurable(region, bucket) if length == bucket.numel else None
+        if pieces is not None:
+            each = (transport._divide(span, divisor, piece) for piece, span in _spans(pieces, packed))
+            place.squares[place.number] = sum(each)
+            return
+        if length:
+            norm = transport.checksum_of_one([packed[:length]], packed.device)
+            place.squares[place.number] = (norm / divisor) ** 2
+        whole = transport.in_place(region, bucket)
+        if whole is not None and whole.data_ptr() == packed.data_ptr():
+            divide(whole, divisor, whole)
+        else:
+            transport.unpack(region, bucket, packed, divisor)
+
+
+def _key(pieces: Sequence[Tensor]) -> Key:
+    return pieces[0].data_ptr(), sum(piece.numel() for piece in pieces)
+
+
+def _spans(pieces: Sequence[Tensor], values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return each piece with its span of ``values``."""
+    return zip(pieces, values.split([piece.numel() for piece in pieces]), strict=True)
 
 
 def divide(values: Tensor, divisor: float, out: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "split_into_halves": fake_in_place,
 }
 # Operators that work on the host, whatever the device of their tensors, and are not traced.
-_UNTRACED = ("has_cuda", "fill_gradient_table", "write_")
+_UNTRACED = ("has_cuda", "fill_gradient_table", "write_", "divide")
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from hdet_kernels.optim.coded_state import CodedSlot, decoded
 from hdet_kernels.optim.options import Options
 from hdet_kernels.sharded import divided_along, gradient_parts, norm_over_meshes
 from hdet_kernels.tensors import Slot
+
+_grad_of = attrgetter("grad")  # takes less time than a loop that reads it
 
 
 class FlatGroup:
@@ -199,7 +202,7 @@ class FlatGroup:
 
     def gradients(self) -> MatchedGradients:
         """Return the gradients that the parameters have now. Those of tied parameters are summed."""
-        grads = [param.grad for param in self._first_params]
+        grads = list(map(_grad_of, self._first_params))
         for index in self._tied_slots:
             parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
             grads[index] = sum(parts[1:], start=parts[0]) if parts else None

@@ -24,6 +24,7 @@ from hdet_kernels.converge.transport import (
     take_largest,
 )
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from hdet_kernels.ops.operators import why_not
 from tests.converge.agreements import agreement
 from tests.converge.threads import ThreadEnsemble, run_threads
 from tests.ranks import Cases
@@ -178,7 +179,50 @@ def test_rows_become_their_mean_without_a_collective() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 6.0], [torch.nan, 0.0]])
     averaged = Transport(RowEnsemble(3), 4, None).average([[tensor]], np.array([True, True, False]), measured=1)
     assert tensor.tolist() == [[2.0, 4.0]] * 3
-    assert averaged == Averaged(Cost(), 20.0)
+    assert averaged == Averaged(Cost(), {0: 4.0, 1: 16.0})
+    assert averaged.norm == pytest.approx(20.0**0.5, rel=1e-15)
+
+
+@pytest.mark.parametrize("included", [[True, True, True], [True, False, True]], ids=["all", "one_left_out"])
+@pytest.mark.parametrize("sizes", [(100,), (5000, 6000)], ids=["whole", "pieces"])
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+def test_staged_copies_give_the_bits_of_an_average_without_them(sizes: tuple[int, ...], included: list[bool]) -> None:
+    def run(ensemble: ThreadEnsemble) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        generator = torch.Generator().manual_seed(ensemble.replica)
+        own = [torch.randn(size, generator=generator) for size in sizes]
+        if not included[ensemble.replica]:
+            own[0][2] = torch.nan
+        plain = [tensor.clone() for tensor in own]
+        transport, writes, kept = Transport(ensemble, 40_000, None), [], [tensor.clone() for tensor in own]
+        staged = transport.stage([own])
+        assert staged is not None
+        norm = torch.cat(own).double().norm()
+        assert staged.norm.item() == pytest.approx(norm.item(), rel=1e-14, nan_ok=True)
+        arguments = {"included": np.array(included), "measured": len(sizes)}
+        averaged = transport.average([own], **arguments, writes=writes, staged=staged)
+        assert all(map(torch.equal, map(Tensor.nan_to_num, own), map(Tensor.nan_to_num, kept)))
+        transport.write(writes)
+        assert not transport.staging.lent
+        return own, plain, [averaged.norm, transport.average([plain], **arguments).norm]
+
+    found = run_threads(3, run)
+    for own, plain, norms in found:
+        assert all(map(torch.equal, own, plain))
+        assert all(map(torch.equal, own, found[0][0]))
+        assert norms == [found[0][2][0]] * 2
+        assert norms[0] == pytest.approx(torch.cat(own).double().norm().item(), rel=1e-14)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+def test_what_was_staged_in_vain_is_free_again() -> None:
+    def run(ensemble: ThreadEnsemble) -> bool:
+        own, other = torch.ones(10), torch.full((10,), 1.0 + ensemble.replica)
+        transport = Transport(ensemble, 16_000, None)
+        transport.average([[other]], np.array([True] * 3), writes=[], staged=transport.stage([[own]]))
+        assert transport.stage([[torch.ones(5, dtype=torch.float64)]]) is None
+        return transport.staging.lent
+
+    assert run_threads(3, run) == [False] * 3
 
 
 def test_one_replica_alone_is_left_as_it_is() -> None:

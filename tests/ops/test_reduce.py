@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from hdet_kernels import ops
 from hdet_kernels.ops.chunks import CHUNK
+from hdet_kernels.ops.operators import why_not
 from tests.ops.cases import BACKENDS, BF16, FP16, FP32, FP64, SIZES_OF_A_ROW, Case, available, make_case
 
 DTYPES = {
@@ -135,3 +138,29 @@ def test_slots_that_cannot_be_divided_among_replicas_are_refused(rows: int) -> N
     case = make_case("sgd", SIZES_OF_A_ROW, FP32, "cpu", optional=False)
     with pytest.raises(ValueError, match=f"each of rows={rows} replicas, got 4 slots and 5 chunks"):
         norm(case, "torch", rows)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+@pytest.mark.parametrize("in_place", [False, True], ids=["to_other_memory", "in_place"])
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("count", [0, 1, 15, 16384 + 17, 50_000])
+def test_quotients_have_the_bits_of_a_division_and_are_measured(
+    count: int, divisor: float, dtype: torch.dtype, in_place: bool
+) -> None:
+    values = torch.randn(count + 1, dtype=dtype, generator=torch.Generator().manual_seed(0))[1:]  # not aligned
+    expected = values / torch.tensor(divisor, dtype=dtype)
+    out = values if in_place else torch.full_like(values, torch.nan)
+    squares = torch.ops.hdet_kernels.divide(values, divisor, out)
+    assert torch.equal(out, expected)
+    assert squares == pytest.approx(float(expected.double().square().sum()), rel=1e-13)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_quotients_that_are_not_finite_show_in_their_squares(number: float) -> None:
+    values = torch.ones(20_000)
+    values[17_001] = number
+    assert not math.isfinite(torch.ops.hdet_kernels.divide(values, 2.0, torch.empty(20_000)))
+    with pytest.raises(RuntimeError, match="out"):
+        torch.ops.hdet_kernels.divide(values, 2.0, torch.empty(19_999))
