@@ -37,9 +37,10 @@ class Return:
     most: int
     to: Any = None
 
-    def __str__(self) -> str:
+    def words(self, offset: int) -> str:
+        """Say what the replicas returned to. ``offset``: steps before step 0 of the run that ends here."""
         if self.to is not None:
-            return f"all replicas go back to where they were at step {self.to.origin + self.to.step}"
+            return f"all replicas go back to where they were at step {offset}"
         left = self.run.total_steps
         over = "" if left is None else f", and the run begins anew over the {left} steps that remain"
         return f"all replicas return to the start{over}{' as a trial' if self.kind == 'trial' else ''}"
@@ -117,7 +118,7 @@ def explained(
     if undone is None:
         return findings, Act("move", sentence + ", ".join(changes))
     left = f"{undone.most - undone.number} of {undone.most} returns left"
-    return findings, Act(undone.kind, f"{sentence}{', '.join([str(undone), *changes])}; {left}")
+    return findings, Act(undone.kind, f"{sentence}{', '.join([undone.words(offset), *changes])}; {left}")
 
 
 def _changes(spread: Spread, run: Run, before: Before, *, anew: bool) -> list[str]:

@@ -488,7 +488,10 @@ def below_warm_up(scheduled: Sequence[float | Tensor], groups: Sequence[Group], 
     """Return the learning rates of a schedule that goes on while the run began again, below a warm-up of their peaks.
 
     It is that of :class:`.SlopeSettings`. Where the length of the run is not known it is as long as what was undone.
+    A run that went back to its first beginning had none, and has none.
     """
+    if cycle.went_back_to_first:
+        return list(scheduled)
     constants, total = SlopeSettings(), cycle.run.total_steps
     length = cycle.origin if total is None else constants.warmup_share * total
     part = constants.warmup_from + (1 - constants.warmup_from) * min(cycle.step / max(length, 1), 1.0)

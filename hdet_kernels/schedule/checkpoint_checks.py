@@ -52,7 +52,7 @@ from hdet_kernels.schedule.gradients import SLOPE_STEPS
 from hdet_kernels.schedule.history import WINDOW
 from hdet_kernels.schedule.losses import AnyNumber
 from hdet_kernels.schedule.scout.phase import Scouted
-from hdet_kernels.schedule.undo.undoing import KeptStart
+from hdet_kernels.schedule.undo.undoing import FEWEST_LEFT, KeptStart
 from hdet_kernels.version import __version__
 
 _OTHER_MODEL = "resume with the model that it was saved with"
@@ -75,6 +75,7 @@ def checked(cycle: Cycle, state_dict: object) -> CycleState:
     expect(total is None or step <= total, "hdet.step", f"at most {total}, after hdet.origin={saved.origin}", step)
     expect(saved.first <= (saved.origin or saved.step), "hdet.first", f"at most {step}", saved.first)
     expect(not saved.origin or cycle.undoing is not None, "hdet.origin", "0 (nothing is undone here)", saved.origin)
+    _check_anchor(saved, total)
     _check_replicas(cycle, saved)
     for number, rate in enumerate(saved.spread.scheduled):
         _check_rate(rate, f"hdet.spread.scheduled[{number}]")
@@ -87,6 +88,20 @@ def checked(cycle: Cycle, state_dict: object) -> CycleState:
     _check_converger(cycle, saved)
     _check_controller(cycle, saved, sizes)
     return saved
+
+
+def _check_anchor(saved: CycleState, total: int | None) -> None:
+    """Raise ValueError unless the schedule can go on from where it is, and from where it was before a trial."""
+    attempt = saved.undo.attempt if saved.undo is not None else None
+    end = math.inf if total is None else total
+    if saved.anchor is not None:
+        latest = min(saved.step, end - saved.origin - FEWEST_LEFT) if saved.origin else 0
+        expect(saved.anchor[0] <= latest, "hdet.anchor[0]", f"at most {latest}", saved.anchor[0])
+        expect(saved.anchor[1] <= end, "hdet.anchor[1]", f"at most {end}", saved.anchor[1])
+    if attempt is not None:
+        expect(attempt.position <= end, "hdet.undo.attempt.position", f"at most {end}", attempt.position)
+        made, path = attempt.origin + attempt.step, "hdet.undo.attempt.step"
+        expect(made == saved.origin, path, f"{saved.origin - attempt.origin}, when the trial began", attempt.step)
 
 
 def _sizes(cycle: Cycle, size: object, rows: object) -> Sizes:
@@ -114,7 +129,7 @@ def _of_this_format(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
             f"this is version {__version__}, which reads 3 and {FORMAT}"
             f"{f' and does not know {unknown}' if unknown else ''}: load it with the version that saved it"
         )
-    state = {**state, "undo": _with_start_alone(state.get("undo")), "spread": _without_costs(state.get("spread"))}
+    state = {**state, "undo": _with_start_alone(state.get("undo")), "spread": _with_trial(state.get("spread"))}
     if saved == FORMAT:
         return state
     step, run = state.get("step"), cycle.run
@@ -139,14 +154,15 @@ def _with_start_alone(undo: Any) -> Any:
     return {**undo, "kept": start if start.get("step") == 0 else None}
 
 
-def _without_costs(spread: Any) -> Any:
-    """Return the entry ``"spread"`` without the costs of a larger learning rate, which version 0.2.0 judged."""
+def _with_trial(spread: Any) -> Any:
+    """Return the entry ``"spread"`` with that of a trial, and without the costs that version 0.2.0 had instead."""
     controller = spread.get("controller") if isinstance(spread, dict) else None
-    course = controller.get("soundness") if isinstance(controller, dict) else None
-    if not isinstance(course, dict) or "costs" not in course:
+    if not isinstance(controller, dict) or "soundness" not in controller or "trial" in controller:
         return spread
-    course = {name: entry for name, entry in course.items() if name != "costs"}
-    return {**spread, "controller": {**dict(controller or ()), "soundness": course}}
+    course = controller["soundness"]
+    if isinstance(course, dict):
+        course = {name: entry for name, entry in course.items() if name != "costs"}
+    return {**spread, "controller": {**controller, "soundness": course, "trial": None}}
 
 
 def _without_others(saved: Any, here: dict[str, Any]) -> Any:
@@ -351,8 +367,6 @@ def _check_converger(cycle: Cycle, saved: CycleState) -> None:
         return
     copies = [(cycle.undoing.start, saved.undo.kept, "hdet.undo.kept")]
     if (attempt := saved.undo.attempt) is not None:
-        made = attempt.origin + attempt.step
-        expect(made <= saved.origin, "hdet.undo.attempt.step", f"at most {saved.origin - attempt.origin}", attempt.step)
         copies.append((cycle.undoing.aside, attempt.kept, "hdet.undo.attempt.kept"))
     for keeper, kept, path in copies:
         if kept is not None:

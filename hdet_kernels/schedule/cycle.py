@@ -302,6 +302,12 @@ class Cycle:
         """The step of the schedule, as a fraction of a step where it began again over fewer steps than it has."""
         return self._position_at(self.step)
 
+    @property
+    def went_back_to_first(self) -> bool:
+        """Whether the run went back, after a trial, to what had never begun again."""
+        at, position = self.anchor
+        return 0 < at == position
+
     def _position_at(self, step: int) -> float:
         whole, left = self.whole.total_steps, self.run.total_steps
         if not self.origin or whole is None or left is None:

@@ -221,7 +221,7 @@ class HistorySummary:
         excluded: how often a replica was left out.
         undone: how often all replicas returned to the start.
         lost: steps that were undone.
-        aside: those of them that a trial under way set aside.
+        aside: those of them that the last trial set aside, if nothing was undone after it.
         events: the last returns, and a learning rate that was found: ``step`` and ``why``.
         peaks: the given peak of the schedule and the last one, by name of the learning rate.
         base: ``first``, ``lowest``, ``highest`` and ``last`` value of every hyperparameter at a sync, by name.

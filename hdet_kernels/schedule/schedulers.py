@@ -882,8 +882,8 @@ class HDETScheduler(WithCycle, LRScheduler):
         super()._begin_schedule_again()
 
     def _name_schedule_that_goes_on(self) -> None:
-        """Warn, where the run begins anew, if the wrapped schedule does not."""
-        if self.cycle.first_process and not self._begins_again:
+        """Warn, where the run begins anew and did not go back, if the wrapped schedule does not."""
+        if self.cycle.first_process and not self._begins_again and not self.cycle.step:
             log.warning(
                 "%s cannot be played from the first step of the run, and goes on where it is, below a warm-up",
                 type(self.base_scheduler).__name__,

@@ -92,7 +92,7 @@ CONTROLLERS: list[Row] = [
     *refused(regression, "undo_on", BOTH, "gpu", None, 0, True),
     *refused(regression, "settings", TypeError, None, SlopeSettings(), {}),
     *refused(constants, "quantile", BOTH, None, "x", True, -0.1, 1.1, NAN),
-    *refused(constants, "edge_cycles", BOTH, 0, -1, 2.5, None, "x"),
+    *refused(constants, "turned_count", BOTH, 0, -1, 2.5, None, "x"),
     *refused(constants, "turning_length", BOTH, 0, -1.0, NAN, INF, None),
     *refused(constants, "cut", BOTH, 0, -2.0, NAN, INF, None),
     *refused(constants, "turned_from", BOTH, -0.1, 1.1, NAN, None, "x"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,9 @@ Change = Callable[[Observation, int], Observation]
 
 TOTAL, T, N = 2000, 25, 8
 REGRESSION = RegressionController()
+NEVER = 2 * SETTINGS.largest_significance
 #: Slopes of these runs are certain, also where a good learning rate's have just turned: the first ones are not judged.
-PATIENT = RegressionSettings(turned_mean=2 * SETTINGS.largest_significance)
+PATIENT = RegressionSettings(turned_mean=NEVER, doubt_mean=NEVER)
 DISTRUSTING = RegressionController(trust=None, settings=PATIENT)
 
 #: Gain of a cycle over that of the cycle before: training slows down, and losses differ less.
@@ -57,6 +58,16 @@ def fan(count: int, cycle: int, seed: int = 0, n: int = N) -> Array:
     return np.stack([multipliers(n, 0.3)[order] for order in orders])
 
 
+class Aside(NamedTuple):
+    """What a trial is compared with."""
+
+    run: Run
+    state: State
+    length: Array
+    step: int
+    share: float
+
+
 @dataclasses.dataclass
 class Scripted:
     """A run whose learning rates start at ``starts`` times the best ones."""
@@ -79,7 +90,9 @@ class Scripted:
         self.random = np.random.default_rng(self.seed)
         self.state: State = self.controller.start(len(self.starts), self.run)
         self.length = np.zeros(len(self.starts))
-        self.origin, self.returns = 0, list[int]()  # the steps made before the present run, and those of all returns
+        self.origin, self.anchor = 0, (0, 0.0)  # the steps made before the present run; a step, and its share
+        self.returns, self.backs = list[int](), list[int]()  # the steps of all returns, and where trials were no better
+        self.aside: Aside | None = None
 
     @property
     def left(self) -> int:
@@ -87,8 +100,13 @@ class Scripted:
         assert self.run.total_steps is not None
         return self.run.total_steps
 
+    def share(self, step: float) -> float:
+        """Return the share of the schedule at a step of the present run."""
+        at, share = self.anchor
+        return share + (step - at) * (1 - share) / (self.left - at)
+
     def base(self, step: float) -> Array:
-        scheduled = self.schedule(step / self.left)
+        scheduled = self.schedule(self.share(step))
         return np.array([self.controller.base(self.state, j, s * scheduled) for j, s in enumerate(self.starts)])
 
     def past(self, base: Array, step: int) -> Array:
@@ -120,13 +138,26 @@ class Scripted:
         if not self.controller.active(self.run, made - self.origin):
             return
         seen = change(self.observe(made - self.origin), made)
-        if len(self.returns) < self.controller.undo and self.controller.broke(self.run, self.state, seen):
-            self.state = self.controller.begun_anew(self.run, self.state, seen)
-            self.run, self.origin = self.controller.prepare(self.run.rest(seen.step)), made
-            self.length = np.zeros(len(self.starts))
-            self.returns.append(made)
+        before, can_return = (self.run, self.state, seen), len(self.returns) < self.controller.undo
+        if can_return and self.controller.broke(*before):
+            self.begin_anew(self.controller.begun_anew(*before), seen, made)
+            self.aside = None
+        elif self.aside is not None and self.controller.worse(*before):
+            aside, self.aside = self.aside, None
+            self.run, self.state, self.length = self.controller.prepare(aside.run.rest(seen.step)), *aside[1:3]
+            self.origin, self.anchor = made - aside.step, (aside.step, aside.share)
+            self.backs.append(made)
         else:
-            self.state = self.controller.update(self.run, self.state, seen)
+            self.state = self.controller.update(*before)
+            self.aside = self.aside if self.state["trial"] else None
+            if can_return and self.controller.doubts(*before):
+                self.aside = Aside(self.run, self.state, self.length, seen.step, self.share(seen.step))
+                self.begin_anew(self.controller.tried(*before), seen, made)
+
+    def begin_anew(self, state: State, seen: Observation, made: int) -> None:
+        self.state, self.run = state, self.controller.prepare(self.run.rest(seen.step))
+        self.length, self.origin, self.anchor = np.zeros(len(self.starts)), made, (0, 0.0)
+        self.returns.append(made)
 
     @property
     def syncs(self) -> range:

@@ -122,19 +122,33 @@ def test_reasons_have_the_numbers_that_decided() -> None:
     assert controller.factors(after) == pytest.approx([1 / controller.settings.cut])
 
 
-def test_a_return_at_the_edge_names_its_cost() -> None:
-    controller = RegressionController()
-    run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="local"))
-    state, told = controller.start(1, run), None
-    for number, step in enumerate(range(25, 201, 25)):
-        seen = dataclasses.replace(line(2.0, 0.001, step), losses=line(2.0, 0.001, step).losses + 4 / (1 + number))
-        if controller.broke(run, state, seen):
-            told = controller.findings(run, state, controller.begun_anew(run, state, seen), seen, returned=True)
-            break
-        state = controller.update(run, state, seen)
-    assert told is not None
-    assert f"{100 * told.judgement['cost']:.0f} % of the gain" in told.why
-    assert f"{100 * controller.settings.edge_cost:.0f} % is allowed" in told.why
+def test_a_doubt_and_a_comparison_name_their_numbers() -> None:
+    controller, constants = RegressionController(), RegressionSettings()
+    run = controller.prepare(Run(1000, 25, 0.3, (None,), (0.1,), probed=False, gradients="shared"))
+    state = controller.start(1, run)
+
+    def seen_at(step: int, slope: float) -> Observation:
+        return dataclasses.replace(level(400.0 / step, step), slopes=np.array([slope]), errors=np.array([1.0]))
+
+    for step in range(25, 126, 25):
+        assert not controller.doubts(run, state, seen_at(step, 0.75))
+        state = controller.update(run, state, seen_at(step, 0.75))
+    seen = seen_at(150, 0.75)
+    assert controller.doubts(run, state, seen)
+    trial = controller.tried(run, state, seen)
+    found = controller.findings(run, state, trial, seen, returned=True)
+    assert (found.judgement["slope"], found.judgement["level"]) == pytest.approx((0.75, 400 / 150))
+    for number in ("they are 0.75 standard errors", "of 5 syncs", f"below {constants.doubt_mean:.2g}", "loss 2.667"):
+        assert number in found.why
+    assert trial["trial"] == {"step": 150, "level": pytest.approx(44 / 15), "noise": pytest.approx(7 / 15)}
+    rest, state = controller.prepare(run.rest(150)), trial
+    for step in range(25, 126, 25):
+        state = controller.update(rest, state, seen_at(step, -3.0))
+    assert controller.worse(rest, state, seen_at(150, -3.0))
+    found = controller.findings(rest, state, trial, seen_at(150, -3.0), returned=True)
+    assert found.why == (
+        "the lower learning rate is no better after 150 steps (mean loss 2.933, where it was 2.933; noise 0.47)"
+    )
 
 
 def test_a_repr_names_what_differs_from_the_defaults() -> None:

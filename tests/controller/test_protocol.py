@@ -115,7 +115,7 @@ class TestEveryController:
             at_start |= {"observations": [0] * 3, "updates": [0] * 3, "caps": []}
         if kind is RegressionController:
             at_start |= {"log_likelihood": [[], [], []], "path_length": [0.0] * 3, "ceiling": [None] * 3}
-            at_start |= {"signs": [0.0] * 3, "noise": [0.0, 0], "soundness": None}
+            at_start |= {"signs": [0.0] * 3, "noise": [0.0, 0], "soundness": None, "trial": None}
         assert kind().start(3) == at_start
 
     def test_state_is_plain_lists_and_survives_json_bit_for_bit(self, kind: Any) -> None:

@@ -93,10 +93,26 @@ class TestPartOfTheRun:
                     assert state["mu"] == before["mu"]
         assert updated_at == list(expected)
 
-    def test_after_it_levels_are_not_judged(self) -> None:
-        state = REGRESSION.start(1, RUN) | {"soundness": Soundness(3.0, 1.0, 9.0, (0.1,)).state_dict()}
-        assert REGRESSION.broke(RUN, state, measured(0.0, 1.0, step=600, level=9.0))
-        assert not REGRESSION.broke(RUN, state, measured(0.0, 1.0, step=625, level=9.0))
+    @pytest.mark.parametrize(
+        ("options", "last"),
+        [
+            ({}, 1200),
+            ({"settings": RegressionSettings(watch_until=0.5)}, 1000),
+            ({"settings": RegressionSettings(watch_until=0.1)}, 600),
+            ({"stop_at": 0.4}, 800),
+            ({"stop_at": 0.7}, 1400),
+            ({"trust": 1.0}, 0),
+        ],
+        ids=["default", "half", "to the peak", "stop_at", "later stop_at", "trust 1"],
+    )
+    def test_levels_are_judged_longer(self, options: dict[str, Any], last: int) -> None:
+        """A break after the peak is undone, and nothing else is moved there."""
+        controller = RegressionController(**options)
+        state = controller.start(1, RUN) | {"soundness": Soundness(3.0, 1.0, 9.0, (0.1,)).state_dict()}
+        for step in (T, 600, 625, last or T, last + T):
+            seen = measured(1.0, 1.0, step=step, level=9.0)
+            assert controller.broke(RUN, state, seen) is controller.active(RUN, step) is (step <= last)
+            assert controller.update(RUN, state, seen)["mu"] == [0.0]
 
 
 class TestBroke:
@@ -119,7 +135,7 @@ class TestBegunAnew:
         """All else is as before the first sync of a run over the steps that remain."""
         controller = RegressionController(trust=trust)
         run = controller.prepare(self.RUN)
-        course = Soundness(3.0, 1.0, 9.0, (0.1,), (0.5, 0.5), 7.0, 3, 0.02)
+        course = Soundness(3.0, 1.0, 9.0, (0.1,), 3.0, (0.5,), 7.0, 3, 0.02)
         state = controller.start(3, run) | {"mu": [0.5, 0.7, -0.2], "soundness": course.state_dict()}
         state |= {"path_length": [9.0] * 3, "signs": [1.0] * 3, "noise": [1.0, 5], "observations": [3] * 3}
         seen = Observation(np.full(N, NAN), fan(3, 0), np.ones(3), 300)
@@ -186,64 +202,108 @@ class TestFirstSlopes:
         assert state["soundness"]["count"] == 0
 
 
-class TestEdge:
-    """Levels of 3 and 1: a gain of 2, so that slopes above 0.3 mark the edge."""
-
-    CONTROLLER = RegressionController(settings=RegressionSettings(edge_cost=0.15, edge_cycles=3, turned_mean=9.0))
-
-    def broke(self, *slopes: tuple[float, float]) -> list[bool]:
-        """Return at which of these slopes, with their errors, training counts as broken."""
-        state, found = after(self.CONTROLLER, measured(0.0, 1.0, step=2 * T, level=3.0)), []
-        for index, (slope, error) in enumerate(slopes):
-            seen = measured(slope, error, step=T * (index + 3))
-            found.append(self.CONTROLLER.broke(RUN, state, seen))
-            state = self.CONTROLLER.update(RUN, state, seen)
-        assert (state["mu"], state["ceiling"]) == ([0.0], [None]), "nothing is lowered without a return"
-        return found
-
-    def test_three_certain_slopes_tell_that_it_is_too_high(self) -> None:
-        assert self.broke(*[(0.5, 0.01)] * 4) == [False, False, True, True]
-
-    @pytest.mark.parametrize(
-        "slopes",
-        [[(0.5, 0.01)] * 2, [(0.25, 0.01)] * 9, [(0.5, 0.3)] * 9, [(-5.0, 0.01)] * 9, [(0.5, math.inf)] * 9,
-         [(NAN, math.inf)] * 9],
-        ids=["two", "small", "within two errors", "the other way", "error not known", "not finite"],
-    )  # fmt: skip
-    def test_others_do_not(self, slopes: list[tuple[float, float]]) -> None:
-        assert not any(self.broke(*slopes))
-
-    def test_slopes_of_all_learning_rates_count_together(self) -> None:
-        run = self.CONTROLLER.prepare(Run(TOTAL, T, 0.3, (None,) * 2, (1.0, 1.0), probed=False, gradients="shared"))
-        state, broke = self.CONTROLLER.start(2, run), False
-        for step in range(2 * T, 6 * T, T):
-            losses = np.full(N, 3.0 if step == 2 * T else 1.0)
-            slopes, errors = np.full(2, 0.2), np.full(2, 0.001)
-            seen = Observation(losses, fan(2, step // T), np.ones(2), step, slopes, errors)
-            broke = self.CONTROLLER.broke(run, state, seen)
-            state = self.CONTROLLER.update(run, state, seen)
-        assert broke, "one alone would not"
-
-    def test_the_first_two_cycles_have_no_slopes(self) -> None:
+class TestWhereSlopesAreNotKnown:
+    def test_the_first_two_cycles_have_none(self) -> None:
         """Nothing is known of a cycle's displacement yet, and losses do not stand in for it."""
         for gradients in ("shared", "auto"):
             run = dataclasses.replace(RUN, gradients=gradients)
-            state = REGRESSION.start(1, run)
+            state = DISTRUSTING.start(1, run)
             for step in (T, 2 * T):
                 rho = fan(1, step // T)
                 seen = Observation(4 - step / T + np.log(rho[0]), rho, np.ones(1), step)
-                state = REGRESSION.update(run, state, seen)
-            assert state["soundness"]["costs"] == []
+                state = DISTRUSTING.update(run, state, seen)
+            assert state["log_likelihood"] == [[]]
 
     def test_gradients_that_turn_out_local_are_compared_by_losses(self) -> None:
         run = dataclasses.replace(RUN, gradients="auto")
-        state, broke = REGRESSION.start(1, run), False
+        state = DISTRUSTING.start(1, run)
         for step in range(T, 9 * T, T):
             rho = fan(1, step // T)
-            seen = Observation(2 / step + np.log(rho[0]), rho, np.ones(1), step)
-            broke |= REGRESSION.broke(run, state, seen)
-            state = REGRESSION.update(run, state, seen)
-        assert broke
+            state = DISTRUSTING.update(run, state, Observation(2 / step + np.log(rho[0]), rho, np.ones(1), step))
+        assert state["mu"][0] < 0
+
+
+class TestDoubt:
+    """A level that falls as 400 over the step, and slopes of one size, whose error is 1."""
+
+    @staticmethod
+    def doubts(
+        slope: float = 1.0, *, levels: float = 400.0, known_from: int = 0, sync_every: int = T, **options: Any
+    ) -> list[int]:
+        """Return the steps after which the learning rate is in doubt; nothing is tried there."""
+        own = {name: options.pop(name) for name in ("trust", "stop_at", "gradients") if name in options}
+        gradients = own.pop("gradients", "shared")
+        controller = RegressionController(settings=RegressionSettings(**options), **own)
+        run = controller.prepare(dataclasses.replace(RUN, sync_every=sync_every, gradients=gradients))
+        state, found = controller.start(1, run), []
+        for step in range(sync_every, TOTAL + 1, sync_every):
+            if controller.active(run, step):
+                seen = measured(slope, 1.0, step=step, level=levels / step if levels else 3.0)
+                if gradients == "local" or step < known_from:
+                    losses = seen.losses + np.log(fan(1, 0)[0])
+                    seen = dataclasses.replace(seen, slopes=None, errors=None, losses=losses)
+                found += [step] if controller.doubts(run, state, seen) else []
+                state = controller.update(run, state, seen)
+        return found
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ({}, [275]),
+            ({"doubt_at": 0.1375}, [275]),
+            ({"doubt_at": 0.138}, [300]),
+            ({"slope": 1.01 * SETTINGS.doubt_mean}, [275]),
+            ({"slope": 0.99 * SETTINGS.doubt_mean}, []),
+            ({"slope": -1.0}, []),
+            ({"slope": 1.45 * SETTINGS.doubt_mean, "known_from": 225}, [275]),
+            ({"slope": 1.35 * SETTINGS.doubt_mean, "known_from": 225}, []),
+            ({"levels": 0.0}, []),
+            ({"levels": -400.0}, []),
+            ({"known_from": 300}, []),
+            ({"gradients": "local"}, []),
+            ({"trust": 1.0}, []),
+            ({"trust": None}, [275]),
+            ({"stop_at": 0.1}, []),
+            ({"doubt_at": 0.22, "sync_every": 50}, [450]),
+            ({"doubt_at": 0.24, "sync_every": 50}, []),
+        ],
+        ids=[
+            *("default", "share", "next sync", "mean", "low mean", "larger", "few, clear", "few", "plateau", "no gain"),
+            *("unknown", "local", "trust 1", "no trust", "stop_at", "can just end", "cannot end before the peak"),
+        ],
+    )
+    def test_is_raised_once_by_a_table(self, given: dict[str, Any], expected: list[int]) -> None:
+        assert self.doubts(**given) == expected
+
+
+class TestComparison:
+    """A trial that began after 275 steps, at a level of 2 with a noise of 0.1, and ends at a level near that."""
+
+    RUN = REGRESSION.prepare(RUN.rest(275))
+
+    @pytest.mark.parametrize(
+        ("levels", "bend", "mean", "step", "expected"),
+        [
+            ((1.85, 1.85), 0.05, -1.0, 275, False),
+            ((1.95, 1.75), 0.05, -1.0, 275, False),
+            ((1.9, 1.9), 0.05, -1.0, 275, True),
+            ((2.5, 2.5), 0.05, -1.0, 275, True),
+            ((1.85, 1.85), 0.15, -1.0, 275, True),
+            ((2.5, 2.5), 0.05, 1.0, 275, False),
+            ((2.5, 2.5), 0.05, -1.0, 250, False),
+            ((2.5, 2.5), 0.05, -1.0, 300, False),
+        ],
+        ids=["better", "mean of two", "within noise", "worse", "own noise", "in doubt itself", "earlier", "later"],
+    )
+    def test_by_a_table(self, levels: tuple[float, float], bend: float, mean: float, step: int, expected: bool) -> None:
+        last, level = levels
+        course = Soundness(3.0, 1.7, last, (0.1,), last, (bend,) * 5, 7 * mean, 7).state_dict()
+        state = REGRESSION.start(1, self.RUN) | {"soundness": course}
+        state["trial"] = {"step": 275, "level": 2.0, "noise": 0.1}
+        seen = dataclasses.replace(measured(0.0, 1.0, step=step, level=level), slopes=None, errors=None)
+        assert REGRESSION.worse(self.RUN, state, seen) is expected
+        assert not REGRESSION.worse(self.RUN, state | {"trial": None}, seen)
+        assert (REGRESSION.update(self.RUN, state, seen)["trial"] is None) is (step == 275), "it ends there"
 
 
 class TestErrorsThatAreNotKnown:

@@ -39,10 +39,13 @@ class Noise(Scripted):
 )
 def test_noise_moves_nothing(shape: str, gradients: Literal["shared", "local"], probed: bool) -> None:
     """Fifty runs of each kind: 200 in all."""
-    every = 2 * T if gradients == "local" and not probed else T
+    every, tried = 2 * T if gradients == "local" and not probed else T, 0
     for seed in range(50):
         run = Noise([1.0], shape, seed=seed, probed=probed, gradients=gradients, sync_every=every).finish()
-        assert (run.mu, run.returns, run.state["ceiling"]) == ([0.0], [], [None]), seed
+        assert (run.mu, run.state["ceiling"], run.aside) == ([0.0], [None], None), seed
+        assert len(run.returns) == len(run.backs), "a trial is no better"
+        tried += len(run.returns)
+    assert tried < 15
 
 
 def jumping_at(first: int, last: int, high: float = 10.0) -> Any:
@@ -81,24 +84,61 @@ def test_the_first_slopes_lower_what_is_far_too_high_at_once() -> None:
     run = Scripted([100.0], steepness=1e-3).finish()
     assert run.returns
     assert run.returns[0] <= 0.15 * TOTAL
-    assert run.mu == pytest.approx([-len(run.returns) * CUT])
-
-
-@GRADIENTS
-def test_slopes_that_cost_much_of_the_gain_lower_all_learning_rates(gradients: Literal["shared", "local"]) -> None:
-    """One of two is far too high; both are lowered, by the same factor, until the cost is small."""
-    controller = RegressionController(settings=dataclasses.replace(PATIENT, edge_cost=0.15))
-    options: Any = {"gradients": gradients, "probed": False, "controller": controller}
-    run = Scripted([100.0, 1.0], steepness=0.5, **options).finish()
-    assert 1 <= len(run.returns) <= controller.undo
-    assert run.mu == run.state["ceiling"] == pytest.approx([-len(run.returns) * CUT] * 2)
+    assert run.mu == pytest.approx([(len(run.backs) - len(run.returns)) * CUT])
 
 
 def test_a_run_that_begins_anew_is_judged_from_its_own_start() -> None:
-    """The edge is told after as many syncs as the first time at the earliest."""
-    run = Scripted([1e6], controller=RegressionController(settings=PATIENT)).finish()
+    """The first slopes tell something after as many syncs as the first time at the earliest."""
+    run = Scripted([1e6]).finish()
     assert len(run.returns) > 1
-    assert min(np.diff([0, *run.returns])) >= (2 + SETTINGS.edge_cycles) * T
+    assert min(np.diff([0, *run.returns])) >= 3 * T
+
+
+class TestTrials:
+    """Slopes of two thirds of their errors, which raise a doubt at step 275 and end it after as many more."""
+
+    FIRST = 275
+
+    def played(self, *, again: bool = False, better: float = 0.0, broken: int = 0) -> Scripted:
+        """Play a run whose slopes ask for less, in trials if ``again``, and whose losses are ``better`` after 275."""
+
+        def change(seen: Observation, made: int) -> Observation:
+            slopes = np.full(2, -1.0 if self.FIRST < made <= 2 * self.FIRST and not again else 1.0)
+            seen = dataclasses.replace(seen, slopes=slopes, errors=np.full(2, 1.5))
+            level = 9.0 if made in (broken, broken - T) else seen.losses - better * (made > self.FIRST)
+            return dataclasses.replace(seen, losses=np.broadcast_to(level, (N,)))
+
+        return Scripted([1.0, 0.3]).finish(change)
+
+    def test_that_are_no_better_change_nothing(self) -> None:
+        run = self.played()
+        assert (run.returns, run.backs, run.aside) == ([self.FIRST], [2 * self.FIRST], None)
+        assert (run.mu, run.state["ceiling"]) == ([0.0, 0.0], [None, None])
+        assert (run.origin, run.left, run.share(TOTAL - self.FIRST)) == (self.FIRST, TOTAL - self.FIRST, 1.0)
+
+    @pytest.mark.parametrize("better", [0.5, 5.0])
+    def test_that_are_better_go_on(self, better: float) -> None:
+        run = self.played(better=better)
+        assert (run.returns, run.backs, run.aside) == ([self.FIRST], [], None)
+        assert run.mu == run.state["ceiling"] == pytest.approx([-CUT, -CUT])
+        assert run.state["trial"] is None
+
+    def test_that_are_in_doubt_themselves_are_followed_by_others(self) -> None:
+        """After 1100 steps another one would not end before the peak of the schedule."""
+        run = self.played(again=True)
+        assert (run.returns, run.backs) == ([self.FIRST, 2 * self.FIRST, 3 * self.FIRST], [])
+        assert run.mu == pytest.approx([-3 * CUT] * 2)
+
+    def test_that_break_leave_nothing_to_go_back_to(self) -> None:
+        run = self.played(broken=500)
+        assert (run.returns[:2], run.backs, run.aside) == ([self.FIRST, 500], [], None)
+        assert run.mu == pytest.approx([-len(run.returns) * CUT] * 2)
+
+    @pytest.mark.parametrize(("broken", "undone"), [(1300, [1300]), (1325, []), (1800, [])])
+    def test_after_one_that_is_no_better_breaks_are_undone_for_60_percent(self, broken: int, undone: list[int]) -> None:
+        """Of the 1725 steps of the run that went on at step 275."""
+        run = self.played(better=-0.5, broken=broken)
+        assert (run.returns, run.backs) == ([self.FIRST, *undone], [2 * self.FIRST])
 
 
 class TestTrust:

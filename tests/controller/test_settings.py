@@ -18,6 +18,7 @@ import hdet_kernels as hk
 from hdet_kernels import controller as package
 from hdet_kernels.controller import RegressionSettings, SlopeSettings, SoftmaxSettings
 from hdet_kernels.controller.protocol import Observation, Run
+from hdet_kernels.controller.regression import Soundness
 from tests.controller.cases import fan
 from tests.controller.scripted import Scripted
 
@@ -49,7 +50,7 @@ def one_sync(controller: hk.RegressionController, run: Run, changes: dict[str, A
 
 
 def test_every_field_is_read() -> None:
-    """Scripted runs that reach every rule: with a probe and without, at the edge, broken, and other scalars."""
+    """Scripted runs that reach every rule: with a probe and without, tried, broken, and other scalars."""
     recording = Recording()
     READ.clear()
     for trust in (3.0, None):
@@ -57,8 +58,11 @@ def test_every_field_is_read() -> None:
         Scripted([0.1], "constant", noise=0.0, controller=controller).finish()
         Scripted([100.0], probed=False, sync_every=50, gradients="local", controller=controller).finish()
         Scripted([100.0], sync_every=50, controller=controller).finish()
-        run = Run(1000, 10, 0.3, (None,), (1.0,))
-        controller.begun_anew(run, controller.start(1, run), Observation(np.ones(8), fan(8, 1), np.ones(1), 20))
+        run, seen = Run(1000, 10, 0.3, (None,), (1.0,)), Observation(np.ones(8), fan(8, 1), np.ones(1), 20)
+        controller.begun_anew(run, controller.start(1, run), seen)
+        course = Soundness(3.0, 1.0, 1.0, (0.1,), slopes=-6.0, count=6).state_dict()
+        trial = {"step": 20, "level": 1.0, "noise": 1.0}
+        assert controller.worse(run, controller.start(1, run) | {"soundness": course, "trial": trial}, seen)
     other = controller.prepare(Run(1000, 10, 0.3, (None,), (None,), others=True))
     one_sync(controller, other, {})
     assert {field.name for field in fields(RegressionSettings)} - READ == set()
@@ -109,8 +113,8 @@ def test_every_default_is_what_was_fitted() -> None:
         "begins": 0.0, "moment_weight": 0.1, "largest_move": 0.75, "total_travel": 3.0, "largest_significance": 4.0,
         "largest_slope": 1e150, "warmup_from": 0.04, "warmup_share": 0.3, "early_peak": 0.15, "constant_factor": 3.0,
         "turning_length": 0.5, "task_deviation": 1.2, "sign_error": 0.013, "quantile": 0.26, "least_distrust": 3.0,
-        "edge_cost": 0.23, "edge_cycles": 3, "turned_from": 0.013, "turned_until": 0.036, "turned_mean": 2.0,
-        "turned_count": 6, "fall_share": 0.2, "fall_noise": 4.0, "cut": 6.0,
+        "turned_from": 0.013, "turned_until": 0.036, "turned_mean": 2.0, "turned_count": 6, "doubt_at": 0.135,
+        "doubt_mean": 0.4, "better_noise": 1.1, "fall_share": 0.2, "fall_noise": 4.0, "watch_until": 0.6, "cut": 6.0,
         "others_until": 0.9, "others_from": 1 / 3, "outlier_share": 0.25, "outlier_distance": 2.0,
         "bad_loss_margin": 1e-3, "noise_decay": 0.9, "rounding_noise": 1e-5, "rounding_freedom": 20,
         "nonlinearity_weight": 0.5, "sign_decay": 0.5,
@@ -124,13 +128,13 @@ FORMULAS = {0, 1, 2, 3, 0.25, 0.5, 100}
 #: Guards against division by zero, overflow and underflow; the tolerance of steps.
 GUARDS = {1e-12, 1e-300, 1e9, 50, 1e-6}
 #: The paper's run, in paper_settings(), and sizes of tables.
-OWN = {"softmax": {9, 100_000}, "regression": {6.0, 121, 8}}
+OWN = {"softmax": {9, 100_000}, "regression": {6.0, 121, 8, 5}}
 #: Assignments of modules: the tolerance, the logger, and sizes of tables that no result depends on.
 ASSIGNED = {
     "STEP_TOLERANCE = 1e-06",
     "log = logging.getLogger('hdet_kernels')",
     "GRID_REACH, GRID_POINTS = (6.0, 121)",
-    "CHANGES = 8",
+    "CHANGES, BENDS = (8, 5)",
 }
 
 

@@ -123,12 +123,11 @@ class TestMu:
         state = controller.update(run, controller.start(1), OBSERVERS[kind]([1.0], 0))
         assert state["mu"] == pytest.approx([-min(3 / syncs, 0.75) * gate(kind, 1)], rel=1e-9)
 
-    @pytest.mark.parametrize(
-        ("step", "expected"),
-        [(25, True), (50, True), (299, True), (300, True), (301, False), (1000, False)],
-    )
-    def test_active_from_the_first_sync_to_the_peak(self, kind: Any, step: int, expected: bool) -> None:
-        assert kind().active(dataclasses.replace(RUN, peaks=(0.1,), others=False), step) is expected
+    @pytest.mark.parametrize("step", [25, 50, 299, 300, 301, 600, 601, 1000])
+    def test_active_from_the_first_sync_to_the_peak(self, kind: Any, step: int) -> None:
+        """The default controller watches losses for breaks after that."""
+        last = 600 if kind is RegressionController else 300
+        assert kind().active(dataclasses.replace(RUN, peaks=(0.1,), others=False), step) is (step <= last)
 
     @pytest.mark.parametrize(("step", "expected"), [(74, False), (75, True), (400, True), (401, False)])
     def test_start_and_stop_can_be_set(self, kind: Any, step: int, expected: bool) -> None:

@@ -327,6 +327,11 @@ class Progress:
     state: State
 
 
+def _steps_left(run: Run, landed: int) -> bool:
+    """Return whether a schedule can begin again, or go on, over the steps that remain after ``landed``."""
+    return run.total_steps is None or run.total_steps - landed >= FEWEST_LEFT
+
+
 class Undoing:
     """Keeps the start of a run, returns to it, tries lower learning rates, and counts the returns.
 
@@ -373,10 +378,14 @@ class Undoing:
 
     @property
     def kept(self) -> int | None:
-        """The step to whose copy this process can return: that of the attempt aside, or of the start; None: neither."""
+        """The step to whose copy this process can return: that of the attempt aside, or of the start; None: neither.
+
+        A process that lost one of two copies has none: the handshake compares one number, which stands for both.
+        """
+        can_return = self.returns < self.controller.undo
         if self.attempt is not None and self.aside.step is not None:
-            return self.aside.step
-        return self.start.step if self.returns < self.controller.undo else None
+            return None if can_return and self.start.step is None else self.aside.step
+        return self.start.step if can_return else None
 
     def keep_start(self, run: Run, step: int) -> None:
         """Keep the replicas as they are before the first step."""
@@ -404,12 +413,12 @@ class Undoing:
         """
         run, controller = now.run, self.controller
         agreed = outcome.kept is not None and outcome.kept == self.kept  # all processes keep the same copies
-        possible = agreed and self._possible(run, landed)
+        possible, steps_left = agreed and self._possible(run, landed), _steps_left(run, landed)
         broke = controller.broke(run, now.state, seen)
         if broke and possible:
             return self.go_back(run, seen, landed=landed)
         trying = controller if isinstance(controller, TryingController) and not broke else None
-        if trying and agreed and self.attempt is not None and trying.worse(run, now.state, seen):
+        if trying and agreed and steps_left and self.attempt is not None and trying.worse(run, now.state, seen):
             return self._resume(self.attempt, landed=landed)
         self.spread.move(run, seen)
         if broke:
@@ -421,6 +430,7 @@ class Undoing:
             return self._try(now, seen, trying, landed=landed)
         if not run.acts_after(controller, seen.step):
             self.start.drop()
+            self._forget_attempt()
         return None
 
     def go_back(self, run: Run, seen: Observation, *, landed: int) -> Return:
@@ -433,8 +443,9 @@ class Undoing:
         """
         # First, because a controller may raise.
         state = self.controller.begun_anew(run, self.spread.controller_state, seen)
+        found = self._begin_again(state, run, landed, "return")
         self._forget_attempt()  # what is even higher is no better
-        return self._begin_again(state, run, landed, "return")
+        return found
 
     def _begin_again(self, state: State, run: Run, landed: int, kind: ReturnKind) -> Return:
         rest = self.controller.prepare(run.rest(landed))
@@ -470,8 +481,7 @@ class Undoing:
         return agreed is not None and agreed == self.kept and self._possible(run, landed)
 
     def _possible(self, run: Run, landed: int) -> bool:
-        steps_left = run.total_steps is None or run.total_steps - landed >= FEWEST_LEFT
-        return self.start.step is not None and self.returns < self.controller.undo and steps_left
+        return self.start.step is not None and self.returns < self.controller.undo and _steps_left(run, landed)
 
     def _can_try(self, run: Run, landed: int) -> bool:
         """Return whether steps are left for a trial and for what follows it, and a copy can be made."""
