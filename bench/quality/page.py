@@ -340,13 +340,15 @@ def draw_plots(reports: Sequence[Report], folder: Path) -> None:
 
 def plot_starts(found: Excesses, path: Path) -> None:
     """Plot the excess of plain training and both modes against the start: median, 10 to 90 %, and range over tasks."""
-    figure, axes = new_figure(1, len(COLOURS), 4.2, 3.6, sharey=True)
-    for axis, (way, colour) in zip(axes[0], COLOURS.items(), strict=True):
-        values = [list(found.means(way, start).values()) for start in STARTS]
+    ways = {way: [start for start in STARTS if found.means(way, start)] for way in COLOURS}
+    ways = {way: starts for way, starts in ways.items() if starts}  # not every mode is run from every start
+    figure, axes = new_figure(1, len(ways), 4.2, 3.6, sharey=True)
+    for axis, (way, starts) in zip(axes[0], ways.items(), strict=True):
+        colour, values = COLOURS[way], [list(found.means(way, start).values()) for start in starts]
         for low, high, alpha in ((0, 100, 0.15), (10, 90, 0.3)):
             band = [[float(np.percentile(seen, share)) for seen in values] for share in (low, high)]
-            axis.fill_between(STARTS, *band, color=colour, alpha=alpha, linewidth=0)
-        axis.plot(STARTS, list(map(median, values)), color=colour, marker="o", label="median; 10 to 90 %; range")
+            axis.fill_between(starts, *band, color=colour, alpha=alpha, linewidth=0)
+        axis.plot(starts, list(map(median, values)), color=colour, marker="o", label="median; 10 to 90 %; range")
         if none := list(found.means(way, None).values()):
             axis.axhline(median(none), color=colour, linestyle="--", label="median without a learning rate")
         axis.set(xscale="log", xlabel="start, as a factor of the best", title=way)

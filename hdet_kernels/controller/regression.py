@@ -449,7 +449,8 @@ class RegressionController(SlopeController):
 
     def worse(self, run: Run, state: State, seen: Observation) -> bool:
         """Return whether the trial, which ends at this sync, is no better than what it is compared with."""
-        return self._comparison(run, state, seen) is not None
+        compared = self._comparison(run, state, seen)
+        return compared is not None and not compared[0]
 
     def begun_anew(self, run: Run, state: State, seen: Observation) -> State:
         """Return the state with which the run begins anew: all learning rates are lowered, and do not rise again."""
@@ -506,9 +507,13 @@ class RegressionController(SlopeController):
             course = self._course(run, seen, before, certain)
             last = before["soundness"]["last"] if before["soundness"] else math.nan
             found = replace(found, judgement=course.numbers(level, last) if course else {})
+        compared = self._comparison(run, before, seen)
+        better, words = (False, None) if compared is None else compared
         if returned:
-            reasons = (self._sign(run, before, seen), self._comparison(run, before, seen))
-            return replace(found, why=next(filter(None, reasons), self._doubt(run, before, seen) or ""))
+            reasons = (self._sign(run, before, seen), None if better else words, self._doubt(run, before, seen))
+            return replace(found, why=next(filter(None, reasons), ""))
+        if better:
+            return replace(found, why=words or "")
         followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]
         if followed:
             right = " and ".join(f"{math.exp(m):.2g} (within a factor of {math.exp(d):.2g})" for m, d in followed)
@@ -618,21 +623,21 @@ class RegressionController(SlopeController):
             f"mean loss {course.last:.4g})"
         )
 
-    def _comparison(self, run: Run, state: State, seen: Observation) -> str | None:
-        """Return in words why the trial that ends at this sync is no better; None if it is, or if none ends.
+    def _comparison(self, run: Run, state: State, seen: Observation) -> tuple[bool, str] | None:
+        """Return whether the trial that ends at this sync is better, and why in words; None if none ends.
 
         Both are compared after the same number of steps, by the mean of their last two levels. A lower learning rate
         that is in doubt itself is the better one, whatever its loss.
         """
         course, trial = self._course_at(run, state, seen), state["trial"]
-        if course is None or trial is None or course.doubtful(self.settings):
+        if course is None or trial is None:
             return None
-        noise = max(course.noise, trial["noise"])
-        if trial["level"] - course.recent > self.settings.better_noise * noise:
-            return None
-        return (
-            f"the lower learning rate is no better after {seen.step} steps (mean loss {course.recent:.4g}, where it "
-            f"was {trial['level']:.4g}; noise {noise:.2g})"
+        noise, doubtful = max(course.noise, trial["noise"]), course.doubtful(self.settings)
+        better = trial["level"] - course.recent > self.settings.better_noise * noise
+        found = "in doubt too" if doubtful else "better" if better else "no better"
+        return doubtful or better, (
+            f"the lower learning rate is {found} after {seen.step} steps (mean loss {course.recent:.4g}, where it was "
+            f"{trial['level']:.4g}; noise {noise:.2g})"
         )
 
     def _course(self, run: Run, seen: Observation, state: State, slopes: Slopes) -> Soundness | None:

@@ -13,10 +13,10 @@ from hdet_kernels.fanout.spread import Spread
 log = logging.getLogger("hdet_kernels")
 
 ReturnKind = Literal["return", "trial", "back"]
-ActKind = Literal["return", "trial", "back", "move", "found"]
+ActKind = Literal["return", "trial", "back", "won", "move", "found"]
 
 #: Acts that are events of a run. The others move values little by little, at sync after sync.
-EVENTS = ("return", "trial", "back", "found")
+EVENTS = ("return", "trial", "back", "won", "found")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Act:
 
     Args:
         kind: ``"return"``: all replicas returned to the start, with lower learning rates; ``"trial"``: the same, to
-            compare; ``"back"``: a trial was no better, and they went back; ``"move"``: values were moved by a little;
-            ``"found"``: a scouting phase found the learning rate.
+            compare; ``"back"``: a trial was no better, and they went back; ``"won"``: it was better, and goes on;
+            ``"move"``: values were moved by a little; ``"found"``: a scouting phase found the learning rate.
         why: one sentence: the step, the reason with its numbers, old and new values, and what is left.
     """
 
@@ -111,10 +111,13 @@ def explained(
         returned = undone is not None
         findings = controller.findings(run, before.state, spread.controller_state, seen, returned=returned)
     changes = _changes(spread, run, before, anew=undone is not None)
-    if not changes and undone is None:
+    won = undone is None and before.state.get("trial") is not None and spread.controller_state.get("trial") is None
+    if not changes and undone is None and not won:
         return findings, None
     why = cause or (findings.why if findings else "") or f"by {type(controller).__name__}"
     sentence = f"step {offset + seen.step}: {why}: "
+    if won:
+        return findings, Act("won", sentence + ", ".join(["the run goes on with it", *changes]))
     if undone is None:
         return findings, Act("move", sentence + ", ".join(changes))
     left = f"{undone.most - undone.number} of {undone.most} returns left"

@@ -563,9 +563,10 @@ def _measured_slopes(cycle: Cycle, shared: bool | None, measured: Tensor | None)
 
 def _stop_measuring(cycle: Cycle, step: int) -> None:
     """Measure no slopes after the last sync at which the controller acts, or at which replicas differ in a rate."""
-    controller, departs = cycle.spread.controller, cycle.run.departs_at(step)
-    rates = [True] if departs is None else [d for d, peak in zip(departs, cycle.run.peaks, strict=False) if peak]
-    acts_later = controller is not None and any(rates) and cycle.run.acts_after(controller, step)
+    controller, run = cycle.spread.controller, cycle.run
+    steps = [steps for steps, peak in zip(run.departs, run.peaks, strict=False) if peak is not None]
+    differ = not run.departs or any(between is None or step < between[1] for between in steps)
+    acts_later = controller is not None and differ and run.acts_after(controller, step)
     if cycle.displacement is not None and not cycle.displacement.ended and not acts_later:
         cycle.displacement.end()
 

@@ -109,9 +109,8 @@ class Displacement:
         self.last = self._copy()
 
     def begin_anew(self) -> None:
-        """Forget all cycles, because the replicas are where they started, unless nothing is measured any more."""
-        if not self.ended:
-            self.last, self.moved, self.slopes, self.apart = self._copy(), None, [], self._starts_apart
+        """Forget all cycles, because the replicas are where they started, and measure again if that had ended."""
+        self.last, self.moved, self.slopes, self.apart = self._copy(), None, [], self._starts_apart
 
     def end(self) -> None:
         """Free the memory: nothing is measured any more."""

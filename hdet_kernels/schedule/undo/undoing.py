@@ -484,8 +484,9 @@ class Undoing:
         return self.start.step is not None and self.returns < self.controller.undo and _steps_left(run, landed)
 
     def _can_try(self, run: Run, landed: int) -> bool:
-        """Return whether steps are left for a trial and for what follows it, and a copy can be made."""
-        return run.total_steps is not None and run.total_steps - 2 * landed >= FEWEST_LEFT and self.aside.can_copy
+        """Return whether a trial has steps, and what follows it, a return for a break in it, and room for a copy."""
+        enough = run.total_steps is not None and run.total_steps - 2 * landed >= FEWEST_LEFT
+        return enough and self.returns + 1 < self.controller.undo and self.aside.can_copy
 
     def _tell(self, seen: Observation) -> None:
         """Warn, once and in the first process, that training broke and nothing can be undone."""
