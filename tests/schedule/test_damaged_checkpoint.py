@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import hdet_kernels as hk
 from tests.ranks import Cases
-from tests.schedule.undo_runs import Scripted
+from tests.schedule.undo_runs import Scripted, Trying
 from tests.training import Trainer, same
 
 DELETED = object()
@@ -41,15 +41,15 @@ HARMLESS = [
     (r"(.*\.)?(_is_initial|_get_lr_called_within_step|cycle_momentum|use_beta1)", "bool"),
     (r"(.*\.)?(base_lrs|_last_lr)\[0\]|.*(scheduled|peaks|path_length|noise|q|s|m|mu|signs|ceiling)\[\d\]", NUMBERS),
     (
-        r".*(peaks|path_length|caps|ceiling|log_likelihood)\[\d\]|.*\.(caps|changes|costs)",
+        r".*(peaks|path_length|caps|ceiling|log_likelihood)\[\d\]|.*\.(caps|changes|bends)",
         "None|list",
     ),
     (
-        r".*\.(level|initial)|.*(costs|changes|log_likelihood\[0\]|caps|sums\[\d\])\[\d+\]",
+        r".*\.(level|initial)|.*(bends|changes|log_likelihood\[0\]|caps|sums\[\d\])\[\d+\]",
         NUMBERS,
     ),
-    (r".*(costs|changes)(\[\d+\])?|.*caps", "deleted|list"),
-    (r".*(costs)\[\d+\]", "nan|infinite"),
+    (r".*(bends|changes)(\[\d+\])?|.*caps", "deleted|list"),
+    (r".*(anchor|attempt|trial|before)", "deleted|None"),
     (r".*(losses|probes|sums\[\d\]|start|correction.*)\[\d+\]|.*window\.sum", f"{NUMBERS}|nan|infinite"),
     (
         r".*\.(probes|level|soundness|shared|displacement|pending|compression|outer|landed|taken|loss|counts|base|rate)",
@@ -125,6 +125,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"auto_lr": hk.SoftmaxController(warmup_steps=0)},
     "wrapped": {"make_scheduler": sequential},
     "begun anew": {"auto_lr": Scripted((4,), last=99), "make_optimizer": hk.FusedAdamW},
+    "trial": {"auto_lr": Trying(last=99), "make_optimizer": hk.FusedAdamW, "total_steps": 20},
     "undo": {"auto_lr": Scripted(last=99), "make_optimizer": hk.FusedAdamW, "compress": "int8"},
 }
 
