@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from typing import Any
@@ -196,6 +197,29 @@ def test_a_trial_that_the_controller_can_no_longer_end_keeps_nothing() -> None:
     run = stack(Trying()).train(2 * SYNC)
     assert run.scheduler.cycle.undoing.aside.step == SYNC
     assert stack(Trying(last=SYNC)).train(2 * SYNC).scheduler.cycle.undoing.aside.step is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda hdet: hdet["undo"]["attempt"].update(step=3), r"attempt\.step must be 4, when the trial began, got 3"),
+        (lambda hdet: hdet["undo"]["attempt"].update(position=17.0), r"attempt\.position must be at most 16, got 17"),
+        (lambda hdet: hdet["undo"]["attempt"]["state"].pop("factors"), r"no hdet\.undo\.attempt\.state\.factors"),
+        (lambda hdet: hdet["undo"]["attempt"]["kept"]["params"].pop(), r"attempt\.kept\.params have shapes"),
+        (lambda hdet: hdet["undo"]["attempt"]["kept"].update(step=7), r"attempt\.kept\.step must be at most 6, got 7"),
+        (lambda hdet: hdet.update(anchor=[3, 0.0]), r"hdet\.anchor\[0\] must be at most 2, got 3"),
+        (lambda hdet: hdet.update(anchor=[0, 17.0]), r"hdet\.anchor\[1\] must be at most 16, got 17"),
+    ],
+    ids=["step", "position", "state", "fewer", "later", "anchor", "beyond"],
+)
+def test_a_damaged_attempt_or_anchor_is_refused_with_nothing_changed(damage: Any, message: str) -> None:
+    run = stack(BACK).train(SYNC + 2)
+    state, before = copy.deepcopy(run.scheduler.state_dict()), run.everything()
+    damage(state["hdet"][0])
+    with pytest.raises(ValueError, match=message):
+        run.scheduler.load_state_dict(state)
+    assert same(run.everything(), before)
+    assert acts(run.train(2)) == ["trial", "back"]
 
 
 def _lost(rank: int, which: str) -> tuple[Any, ...]:
