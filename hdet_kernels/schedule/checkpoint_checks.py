@@ -293,11 +293,13 @@ def _check_history(cycle: Cycle, saved: CycleState) -> None:
             expect(found.keys() == names, f"{path}.{name}", f"a dict of {', '.join(names)}", ", ".join(found))
         for name, values in (record.posterior or {}).items():
             expect(len(values) == 2, f"{path}.posterior.{name}", "mean and deviation", values)
+        _check_peaks(record.peaks or {}, f"{path}.peaks")
     summary = saved.summary
     expect(not summary.base or summary.base.keys() == names, "hdet.summary.base", ", ".join(names), summary.base)
     for name, extremes in {**summary.base, "loss": summary.loss}.items():
         known = not extremes or extremes.keys() == {"first", "lowest", "highest", "last"}
         expect(known, f"hdet.summary ({name})", "first, lowest, highest and last", ", ".join(extremes))
+    _check_peaks(summary.peaks, "hdet.summary.peaks")
     for number, point in enumerate(summary.points):
         path = f"hdet.summary.points[{number}].base"
         expect(point.base.keys() == names, path, f"a dict of {', '.join(names)}", point.base)
@@ -310,6 +312,11 @@ def _check_history(cycle: Cycle, saved: CycleState) -> None:
                 f"the checkpoint's hdet.{name} has {count} entries, {expected} belong to {summary.syncs} syncs: "
                 f"{DAMAGED}"
             )
+
+
+def _check_peaks(peaks: dict[str, list[float]], path: str) -> None:
+    for name, values in peaks.items():
+        expect(len(values) == 2, f"{path}.{name}", "the given peak and the present one", values)
 
 
 def _check_displacement(cycle: Cycle, saved: DisplacementState, *, own_part: bool) -> None:
@@ -513,6 +520,7 @@ def check_like(value: Any, example: Any, path: str, *, of_torch: bool = False) -
         _check_tensors(path, [value], [tuple(example.shape)], finite=example.numel() == 1)
     elif isinstance(example, int | float | Tensor):
         read = from_plain(Rate if isinstance(value, Tensor) else AnyNumber, value, path, {})
+        expect(not isinstance(read, Tensor) or read.numel() == 1, path, "a number", read)
         expect(not math.isfinite(example) or math.isfinite(read), path, "a finite number", value)
 
 

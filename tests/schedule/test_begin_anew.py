@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import hdet_kernels as hk
 from hdet_kernels.controller.settings import SlopeSettings
 from tests.ranks import run_ranks
 from tests.schedule.scout_runs import PHASE, REPLICAS, STEPS, StackRun
-from tests.schedule.undo_runs import OPTIMIZERS, Kind, Scripted, Undoable
+from tests.schedule.undo_runs import OPTIMIZERS, Kind, Scripted, Trying, Undoable
 from tests.training import same
 
 #: A run of 9 steps, after 8 of 17, has every other learning rate of the schedule.
@@ -177,6 +178,59 @@ def test_the_schedule_begins_again_over_the_steps_that_remain(name: str) -> None
     if "OneCycleLR" in name:
         with pytest.raises(ValueError, match=f"step {LENGTH + 1} is past the end: total_steps is {LENGTH}"):
             step(scheduler)
+
+
+#: A trial of the first ten steps, which is no better. The steps of the schedule after that, over the 40 that remain.
+TRIAL = 10
+TRIED = Trying(doubted=(TRIAL,), no_better=(2 * TRIAL,), undo=1, last=LENGTH)
+POSITIONS = [TRIAL + number * (LENGTH - 1 - TRIAL) / (LENGTH - 2 * TRIAL - 1) for number in range(LENGTH - 2 * TRIAL)]
+
+
+def between(first: float, last: float, share: float) -> float:
+    return last + (first - last) / 2 * (1 + math.cos(math.pi * share))
+
+
+def one_cycle_at(position: float, first: float, peak: float, last: float) -> float:
+    """Return a value of OneCycleLR over 60 steps, the equations of which are cosines to step 17 and to step 59."""
+    return between(first, peak, position / 17) if position < 17 else between(peak, last, (position - 17) / 42)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_after_going_back_the_schedule_goes_on_over_the_steps_that_remain(name: str) -> None:
+    shape, own = SHAPES[name]
+    build = lambda: breaking(None if own else shape(LENGTH), auto_lr=TRIED)  # noqa: E731
+    found, whole = rates_of(build()), played(shape(LENGTH), LENGTH)
+    assert found[:TRIAL] == pytest.approx(whole[:TRIAL])
+    assert found[TRIAL] == pytest.approx(whole[0])
+    assert [found[2 * TRIAL], found[-1]] == pytest.approx([whole[TRIAL], whole[-1]])
+    if "OneCycleLR" in name:
+        expected = [one_cycle_at(position, 0.4 / 25, 0.4, 0.4 / 25e4) for position in POSITIONS]
+    else:
+        expected = [whole[round(position)] for position in POSITIONS]  # a schedule that was played has whole steps
+    assert found[2 * TRIAL :] == pytest.approx(expected)
+    assert rates_of(build(), resumed_by=build) == found
+
+
+def test_after_going_back_momentum_follows_the_learning_rate() -> None:
+    scheduler, found = breaking(None, auto_lr=TRIED), []
+    for _ in range(LENGTH):
+        found.append(scheduler.optimizer.param_groups[0]["momentum"])
+        step(scheduler)
+    expected = [one_cycle_at(position, 0.95, 0.85, 0.95) for position in POSITIONS]
+    assert found[TRIAL] == found[0] == 0.95
+    assert found[2 * TRIAL :] == pytest.approx(expected)
+
+
+def test_after_going_back_a_schedule_that_cannot_be_played_goes_on_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    """It is below a warm-up in the trial only."""
+    schedule = lambda optimizer: Unplayable(optimizer, lambda step: 1 - step / 100)  # noqa: E731
+    build = lambda: breaking(schedule, auto_lr=TRIED)  # noqa: E731
+    found, own = rates_of(build()), played(schedule, LENGTH)
+    assert found[:TRIAL] == pytest.approx(own[:TRIAL])
+    assert found[TRIAL : 2 * TRIAL] != pytest.approx(own[TRIAL : 2 * TRIAL])
+    assert found[2 * TRIAL :] == pytest.approx(own[2 * TRIAL :])
+    assert caplog.text.count("goes on where it is, below a warm-up") == 1
+    assert rates_of(build(), resumed_by=build) == found
 
 
 def test_momentum_begins_again_with_the_learning_rate() -> None:

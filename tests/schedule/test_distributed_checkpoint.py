@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.schedule.checkpoints import SETTINGS, SYNC, TOTAL, Logged, entries, loaded, result
 from tests.schedule.scout_runs import PHASE, ROUNDS, RankRun, StackRun
 from tests.schedule.undo_runs import SYNC as UNDO_SYNC
-from tests.schedule.undo_runs import Scripted, Undoable
+from tests.schedule.undo_runs import Trying, Undoable
 from tests.training import Trainer, same, with_averaging
 
 # DCP warns that there is one process only, and about its own use of torch.
@@ -271,18 +271,19 @@ def test_ranks_that_look_for_a_learning_rate(tmp_path: Path) -> None:
     assert "load on every process its own file, or one that was saved later" in text
 
 
-def test_the_copy_of_the_start_and_a_run_that_began_anew(tmp_path: Path) -> None:
+def test_the_copies_of_a_run_that_tried_a_lower_learning_rate(tmp_path: Path) -> None:
     def run() -> Undoable:
-        return Undoable("stack shared", "FusedAdamW", auto_lr=Scripted((UNDO_SYNC,)))
+        return Undoable("stack shared", "FusedAdamW", auto_lr=Trying(no_better=(2 * UNDO_SYNC,)))
 
     first = run()
-    for returns in (0, 1):  # before the return, and after it
+    # Before the trial, in it, and after the run went back: the copy to return to, returns and steps before the run.
+    for number, expected in enumerate([(0, 0, 0), (UNDO_SYNC, 1, UNDO_SYNC), (0, 1, UNDO_SYNC)]):
         first.train(UNDO_SYNC - 1)
-        dcp.save({"scheduler": first.scheduler}, checkpoint_id=tmp_path / str(returns))
+        dcp.save({"scheduler": first.scheduler}, checkpoint_id=tmp_path / str(number))
         other = run()
-        dcp.load({"scheduler": other.scheduler}, checkpoint_id=tmp_path / str(returns))
+        dcp.load({"scheduler": other.scheduler}, checkpoint_id=tmp_path / str(number))
         assert same(other.scheduler.state_dict(), first.scheduler.state_dict())
         cycle = other.scheduler.cycle
         assert cycle.undoing is not None
-        assert (cycle.undoing.kept, cycle.undoing.returns, cycle.origin) == (0, returns, returns * UNDO_SYNC)
+        assert (cycle.undoing.kept, cycle.undoing.returns, cycle.origin) == expected
         first.train(1)

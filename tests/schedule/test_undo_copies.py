@@ -28,7 +28,7 @@ from hdet_kernels.schedule.undo.copies import (
 from hdet_kernels.schedule.undo.undoing import KeptStart, fits
 from tests.ranks import run_ranks
 from tests.schedule.cases import parameters
-from tests.schedule.undo_runs import SYNC, TOTAL, Scripted, Undoable
+from tests.schedule.undo_runs import SYNC, TOTAL, Scripted, Trying, Undoable
 from tests.training import batch, network, same, with_averaging
 
 
@@ -428,13 +428,13 @@ def test_the_displacement_of_the_hypergradient_begins_anew() -> None:
     assert same(displacement.last[0], [param.detach() for param in run.optimizer.param_groups[0]["params"]])
 
 
-def _sharded(rank: int) -> dict[str, Any]:
-    """Ranks 0 and 1 hold the shards of replica 0, ranks 2 and 3 those of replica 1."""
+def _trained_shards(rank: int, controller: Scripted) -> tuple[hk.HDETOneCycleLR, list[list[Tensor]]]:
+    """Train a shard of one of two replicas for two cycles, and return what it holds at the start and after each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = network()
     fully_shard(model, mesh=mesh["shard"])
     optimizer = hk.FusedAdamW(model.parameters(), lr=0.01)
-    settings: dict[str, Any] = {"sync_every": SYNC, "auto_lr": BROKEN, "spread": 0.5}
+    settings: dict[str, Any] = {"sync_every": SYNC, "auto_lr": controller, "spread": 0.5}
     ensemble = hk.ProcessEnsemble(mesh)
     F.mse_loss(*(each if number else model(each) for number, each in enumerate(batch(rank, 99)))).backward()
     optimizer.step()  # so that it has a state at the start
@@ -454,19 +454,32 @@ def _sharded(rank: int) -> dict[str, Any]:
         scheduler.step(loss.detach())
         if (step + 1) % SYNC == 0:
             found.append(shards())
+    return scheduler, found
+
+
+def _sharded(rank: int) -> dict[str, Any]:
+    """Ranks 0 and 1 hold the shards of replica 0, ranks 2 and 3 those of replica 1."""
+    scheduler, found = _trained_shards(rank, BROKEN)
+    _, tried = _trained_shards(rank, Trying(no_better=(2 * SYNC,)))
     kept = scheduler.state_dict()["hdet"][0]["undo"]["kept"]
     files: list[Any] = [scheduler.state_dict()]
     torch.distributed.broadcast_object_list(files, src=0)
     scheduler.load_state_dict(files[0])
     here = scheduler.cycle.undoing.start.step if scheduler.cycle.undoing else None
     moved = not same(*found[:2])
-    return {"same": moved and same(found[0], found[2]), "part": kept["part"], "of rank 0": here}
+    return {
+        "same": moved and same(found[0], found[2]),
+        "back": same(tried, [found[0], found[0], found[1]]),
+        "part": kept["part"],
+        "of rank 0": here,
+    }
 
 
 @pytest.mark.full
-def test_shards_return_and_those_of_another_part_are_left_out() -> None:
+def test_shards_return_and_go_back_and_those_of_another_part_are_left_out() -> None:
     results = run_ranks(4, _sharded)
     assert [found["same"] for found in results] == [True] * 4
+    assert [found["back"] for found in results] == [True] * 4
     assert [found["part"] for found in results] == [[0, 2], [1, 2]] * 2
     assert [found["of rank 0"] for found in results] == [0, None] * 2
 

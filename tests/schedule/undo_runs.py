@@ -59,6 +59,37 @@ class Scripted:
         return {**state, "factors": [factor / 2 for factor in state["factors"]]}
 
 
+@dataclass(frozen=True)
+class Trying(Scripted):
+    """Lower learning rates are tried after some steps; after others a trial is no better, or it is."""
+
+    doubted: tuple[int, ...] = (SYNC,)
+    no_better: tuple[int, ...] = ()
+    better: tuple[int, ...] = ()
+
+    def start(self, count: int, run: Run | None = None) -> State:
+        return {**super().start(count, run), "trial": None}
+
+    def _made(self, run: Run, state: State, seen: Observation) -> int:
+        return int(state["total"] - (run.total_steps or 0) + seen.step)
+
+    def doubts(self, run: Run, state: State, seen: Observation) -> bool:
+        return self._made(run, state, seen) in self.doubted
+
+    def begun_anew(self, run: Run, state: State, seen: Observation) -> State:
+        return {**super().begun_anew(run, state, seen), "trial": None}
+
+    def tried(self, run: Run, state: State, seen: Observation) -> State:
+        return {**self.begun_anew(run, state, seen), "trial": seen.step}
+
+    def worse(self, run: Run, state: State, seen: Observation) -> bool:
+        return state["trial"] is not None and self._made(run, state, seen) in self.no_better
+
+    def update(self, run: Run, state: State, seen: Observation) -> State:
+        ends = self._made(run, state, seen) in self.better
+        return {**super().update(run, state, seen), "trial": None if ends else state["trial"]}
+
+
 class Early(Scripted):
     """A controller that wishes three more syncs in the first cycle."""
 
