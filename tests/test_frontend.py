@@ -77,12 +77,30 @@ class EarlyPairs(hk.RegressionController):
         return replace(super().prepare(run), early=(1, 3), in_pairs=True)
 
 
+@dataclass(frozen=True)
+class Trying(Scripted):
+    """Doubts after step 8 of the run, and finds the trial, which lasts as long, no better."""
+
+    def start(self, count: int, run: frontend.Run | None = None) -> dict[str, Any]:
+        return {**super().start(count, run), "trial": None}
+
+    def doubts(self, run: frontend.Run, state: dict[str, Any], seen: frontend.Observation) -> bool:
+        return (run.total_steps, seen.step) == (TOTAL, 8)
+
+    def tried(self, run: frontend.Run, state: dict[str, Any], seen: frontend.Observation) -> dict[str, Any]:
+        return {**self.begun_anew(run, state, seen), "trial": {"step": seen.step}}
+
+    def worse(self, run: frontend.Run, state: dict[str, Any], seen: frontend.Observation) -> bool:
+        return state["trial"] is not None and seen.step == state["trial"]["step"]
+
+
 CONTROLLERS: dict[str, Callable[[], Any]] = {
     "early pairs": lambda: EarlyPairs(trust=None, stop_at=0.8),
     "default": hk.RegressionController,
     "softmax": lambda: hk.SoftmaxController(warmup_steps=6, scale=0.01),
     "hypergradient": lambda: hk.HypergradientController(stop_at=0.9),
     "undo": lambda: Scripted((12,), last=TOTAL),
+    "trial": lambda: Trying(last=TOTAL),
 }
 
 
@@ -164,7 +182,8 @@ def check_means_something(controller: str, bad_at: int | None, history: list[hk.
     assert early == ([1, 3] if controller == "early pairs" else [])
     undone = [record.undone for record in history if record.undone is not None]
     twice, once = [0, 4], [0]
-    assert undone == ((twice if bad_at == 2 else once) if controller == "undo" else [])
+    expected = {"undo": twice if bad_at == 2 else once, "trial": [0, 8]}
+    assert undone == expected.get(controller, [])
     moved = [base != scheduled for *_, base, scheduled, _ in seen]
     assert any(moved) == (controller != "default"), "the default controller leaves this learning rate alone"
 
@@ -196,6 +215,7 @@ def test_a_frontend_on_two_ranks_is_the_scheduler(kind: str, controller: str, pr
         ("stack shared", "early pairs", True, None),
         ("stack local", "early pairs", True, None),
         ("stack shared", "undo", False, 2),
+        ("stack shared", "trial", False, None),
         pytest.param("stack shared", "undo", False, 9, marks=pytest.mark.full),
         pytest.param("stack local", "undo", False, 9, marks=pytest.mark.full),
         pytest.param("stack shared", "undo", False, None, marks=pytest.mark.full),
