@@ -225,7 +225,7 @@ def test_a_damaged_attempt_or_anchor_is_refused_with_nothing_changed(damage: Any
 def _lost(rank: int, which: str) -> tuple[Any, ...]:
     """Train on after rank 1 lost a copy in a trial, which is no better, or breaks; it breaks again at step 12."""
     broken = (12,) if which == "aside" else (8,)
-    controller = Trying(no_better=(8,), broken=broken)
+    controller = Trying(no_better=(8,), better=(8,), broken=broken)  # where it cannot go back, it goes on
     run = Undoable("ranks local", "FusedAdamW", rank, auto_lr=controller).train(SYNC + 2)
     if rank == 1:
         getattr(run.scheduler.cycle.undoing, which).drop()
