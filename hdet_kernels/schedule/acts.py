@@ -117,7 +117,8 @@ def explained(
     why = cause or (findings.why if findings else "") or f"by {type(controller).__name__}"
     sentence = f"step {offset + seen.step}: {why}: "
     if won:
-        return findings, Act("won", sentence + ", ".join(["the run goes on with it", *changes]))
+        peaks = peak_words(peaks_of(spread, run, [hyper.name for hyper in spread.hyperparameters]) or {})
+        return findings, Act("won", sentence + ", ".join(filter(None, ["the run goes on with it", peaks, *changes])))
     if undone is None:
         return findings, Act("move", sentence + ", ".join(changes))
     left = f"{undone.most - undone.number} of {undone.most} returns left"

@@ -49,7 +49,7 @@ def test_a_run_that_is_rescued_says_what_it_did_and_why(caplog: pytest.LogCaptur
     for record in events:
         given, now = (record.peaks or {})["lr/0"]
         assert f"step {record.step}: " in (record.why or "")
-        assert f"→ {now:.3g}" in (record.why or "")
+        assert (f"{now:.3g} used" if record.act == "won" else f"→ {now:.3g}") in (record.why or "")
         assert record.event == record.why
         assert given == 30.0
     first = events[0]

@@ -182,7 +182,7 @@ def test_the_schedule_begins_again_over_the_steps_that_remain(name: str) -> None
 
 #: A trial of the first ten steps, which is no better. The steps of the schedule after that, over the 40 that remain.
 TRIAL = 10
-TRIED = Trying(doubted=(TRIAL,), no_better=(2 * TRIAL,), undo=1, last=LENGTH)
+TRIED = Trying(doubted=(TRIAL,), no_better=(2 * TRIAL,), undo=2, last=LENGTH)
 POSITIONS = [TRIAL + number * (LENGTH - 1 - TRIAL) / (LENGTH - 2 * TRIAL - 1) for number in range(LENGTH - 2 * TRIAL)]
 
 

@@ -152,9 +152,9 @@ def test_nothing_is_measured_after_the_end() -> None:
     measure(param, displacement, 2.0)
     assert displacement.ended
     assert displacement.turn() is None
-    displacement.begin_anew()
-    assert displacement.ended, "a return does not begin what has ended"
     assert not any(displacement.state_dict()["last"])
+    displacement.begin_anew()
+    assert not displacement.ended, "the run that begins anew is measured"
 
 
 def test_after_a_return_the_cycle_before_is_forgotten() -> None:
