@@ -78,7 +78,7 @@ def readme_text(reports: Sequence[Report]) -> str:
     """Return the sentence and the table of README.md: HDET with its defaults, which reads training losses."""
     zoo = zoo_of(reports)
     found = excesses(zoo.records)
-    rows = [readme_row(found, start) for start in README_STARTS]
+    rows = [readme_row(found, start) for start in README_STARTS if found.summary(TRAINING, start)]
     right, plain, lowered = (
         percent(found.summary(way, start).median) for way, start in ((TRAINING, 1.0), (PLAIN, 10.0), (TRAINING, 10.0))
     )
