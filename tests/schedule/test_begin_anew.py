@@ -195,7 +195,13 @@ def one_cycle_at(position: float, first: float, peak: float, last: float) -> flo
     return between(first, peak, position / 17) if position < 17 else between(peak, last, (position - 17) / 42)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("OneCycleLR", "CosineAnnealingLR") else pytest.mark.full)
+        for name in SHAPES
+    ],
+)
 def test_after_going_back_the_schedule_goes_on_over_the_steps_that_remain(name: str) -> None:
     shape, own = SHAPES[name]
     build = lambda: breaking(None if own else shape(LENGTH), auto_lr=TRIED)  # noqa: E731
