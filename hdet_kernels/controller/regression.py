@@ -512,8 +512,8 @@ class RegressionController(SlopeController):
         if returned:
             reasons = (self._sign(run, before, seen), None if better else words, self._doubt(run, before, seen))
             return replace(found, why=next(filter(None, reasons), ""))
-        if better:
-            return replace(found, why=words or "")
+        if words:  # also of a trial that goes on because nothing can go back
+            return replace(found, why=words)
         followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]
         if followed:
             right = " and ".join(f"{math.exp(m):.2g} (within a factor of {math.exp(d):.2g})" for m, d in followed)

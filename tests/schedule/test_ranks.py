@@ -233,7 +233,7 @@ def test_without_trust_a_learning_rate_that_is_much_too_low_is_raised(explore: b
     assert all(r["mu"] == results[0]["mu"] for r in results), "every rank computes the same base values"
     assert min(results[0]["mu"][:2]) > 1.0
     assert all_equal([r["parameters"] for r in results])
-    last = 360 if explore else 120
+    last = 360 if explore else 240
     assert [step + 1 for step in results[0]["calls"]] == list(range(10, last + 1, 10)), (
         "the probe runs where it is read"
     )

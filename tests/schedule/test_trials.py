@@ -240,7 +240,7 @@ LOST = Cases(2, _lost, [], full=[("aside",), ("start",)])
 def test_ranks_that_do_not_hold_the_same_copies_do_not_return_to_them(which: str) -> None:
     first, second = LOST[(which,)]
     later = "return" if which == "aside" else None
-    assert first[0] == second[0] == ["trial", None, later, None]
+    assert first[0] == second[0] == ["trial", "won", later, None]
     assert not first[1]
     assert not second[1]
     assert same(first[2], second[2])
