@@ -147,8 +147,8 @@ class Converger:
         start = time.perf_counter()
         payload = self.tensors.payload(include_state=request.include_state)
         # With a backup the average needs a copy of the parameters, and the pass that makes it finds their norm too.
-        staging = self.backup and self.ensemble.talks and self._compression is None
-        staged = self._transport.stage(payload.params) if staging else None
+        staging = self.ensemble.talks and self._compression is None
+        staged = self._transport.stage(payload.params, copied=self.backup) if staging else None
         agreement, plan = self._agree(self._transport, report, payload, request, staged)
         if request.agreed is not None:
             with self._transport.attendance.explained():

@@ -188,8 +188,10 @@ class Transport:
         averaged.cost = cost if self.ensemble.talks else Cost()
         return averaged
 
-    def stage(self, regions: Sequence[Region]) -> Staged | None:
+    def stage(self, regions: Sequence[Region], *, copied: bool = True) -> Staged | None:
         """Copy the buckets of ``regions`` to staging buffers and take the norm of all in the same pass.
+
+        Without a copy the norm is taken by the same pass from each tensor to itself, so that it has the same bits.
 
         Returns:
             None where that would not be one pass: of small tensors, of those that have to be converted or joined, of
@@ -202,11 +204,14 @@ class Transport:
             for bucket in self._cut(region, self._limit(region)):
                 pieces = self._measurable(region, bucket)
                 if pieces is None or bucket.dtype == torch.float64:
-                    for copied in buffers.values():
-                        self.staging.give(copied)
+                    for buffer in buffers.values():
+                        self.staging.give(buffer)
                     return None
-                buffers[_key(pieces)] = buffer = self.staging.take(bucket)
-                squares += sum(self._divide(piece, 1, span) for piece, span in _spans(pieces, buffer))
+                pairs: Iterable[tuple[Tensor, Tensor]] = zip(pieces, pieces, strict=True)
+                if copied:
+                    buffers[_key(pieces)] = buffer = self.staging.take(bucket)
+                    pairs = _spans(pieces, buffer)
+                squares += sum(self._divide(piece, 1, out) for piece, out in pairs)
         return Staged(buffers, torch.tensor([squares], dtype=torch.float64, device="cpu").sqrt())
 
     def _leave_lent(self) -> None:

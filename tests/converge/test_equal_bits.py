@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hdet_kernels import Buckets, Converger, ProcessEnsemble
+from hdet_kernels.converge import Report
 from tests.ranks import Cases
 
 # Sizes below, at and above the segments that gloo cuts a tensor into; odd ones divide by no number of ranks.
@@ -37,3 +39,25 @@ def test_all_reduce_has_equal_bits_on_all_ranks(ranks: int, dtype: torch.dtype) 
     first, *others = RANKS[ranks][(dtype,)]
     assert all(other == first for other in others)
     assert len(set(first[4:])) == 2 * len(SIZES[2:])  # short integers may all be equal
+
+
+def recorded(rank: int, homed: bool) -> list[tuple[float | None, bytes]]:
+    """Return the distance that a sync records and a hash of the parameters after it, with a backup and without."""
+    found = []
+    for backup in (True, False):
+        generator = torch.Generator().manual_seed(rank)
+        params = [torch.randn(size, generator=generator) for size in (100_003, 70_000, 5)]
+        converger = Converger(Buckets(params) if homed else params, ProcessEnsemble(), backup=backup)
+        distance = converger.converge(Report(step=0)).distance
+        found.append((distance, torch.cat([param.flatten() for param in params]).numpy().tobytes()))
+    return found
+
+
+RECORDED = Cases(3, recorded, [(True,), (False,)])
+
+
+@pytest.mark.parametrize("homed", [True, False], ids=["buckets", "loose"])
+def test_a_sync_records_the_same_bits_with_a_backup_and_without(homed: bool) -> None:
+    for kept, in_place in RECORDED[(homed,)]:
+        assert kept[0] is not None
+        assert kept == in_place
