@@ -394,7 +394,11 @@ def draw(chart: Chart, records: Records, *, size: Size = NARROW, title: str = ""
         axes.set_ylim(bottom=max(low, high / 10**chart.decades) / 1.2)
     if chart.zero:
         axes.axhline(0, color=MUTED, linewidth=1)
-    marks = {"return to the start": ("#b3261e", [r.step for r in records if r.undone is not None][-100:])}
+    returned = [record for record in records if record.undone is not None]
+    marks = {
+        "return to the start": ("#b3261e", [record.step for record in returned if record.act != "back"][-100:]),
+        "back from a trial": ("#5b6770", [record.step for record in returned if record.act == "back"][-100:]),
+    }
     if rounds.any() and not rounds.all():
         marks["end of scouting"] = ("#8a6d00", [int(steps[rounds][-1])])
     first, last = axes.get_xlim()

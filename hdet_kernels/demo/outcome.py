@@ -184,11 +184,11 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mark_controller(axes: Axes, run: Run) -> None:
-    """Shade the part of the run in which the controller moves the base, and mark every return."""
+    """Shade the part of the run in which the controller watches, and mark all that it did."""
     if acting := [record["step"] for record in run.history if record["probes"] is not None]:
         axes.axvspan(
-            acting[0], acting[-1], color="#f3e9d2", alpha=0.6, linewidth=0, zorder=0, label="HDET adapts its base"
+            acting[0], acting[-1], color="#f3e9d2", alpha=0.6, linewidth=0, zorder=0, label="the controller watches"
         )
     for number, record in enumerate(record for record in run.history if record.get("act") in EVENTS):
-        label = "" if number else "return to the start"
+        label = "" if number else "return to the start, or back"
         axes.axvline(record["step"], color=report.INK, linewidth=1.0, linestyle=":", zorder=1, label=label)
