@@ -420,11 +420,11 @@ class RegressionController(SlopeController):
         log_likelihood: over the grid of log θ, empty before the first observation. path_length: see
         :func:`path_length`. ceiling: highest μ that is allowed, None before it was lowered. signs:
         running mean of the slopes' signs. noise: see :func:`.least_squares.updated_noise`. soundness: see
-        :class:`Soundness`. trial: what a trial is compared with, level and usual change of the level; else None.
+        :class:`Soundness`. trial: what a trial is compared with, its step, level and noise; else None.
         """
         per_rate: State = {"log_likelihood": [[] for _ in range(count)], "path_length": [0.0] * count}
-        shared: State = {"ceiling": [None] * count, "signs": [0.0] * count, "noise": [0.0, 0], "soundness": None}
-        shared["trial"] = None
+        shared: State = {"ceiling": [None] * count, "signs": [0.0] * count, "noise": [0.0, 0]}
+        shared |= {"soundness": None, "trial": None}
         state = {**super().start(count, run), **per_rate, **shared}
         return state if self._follows_signs else {**state, "caps": []}
 

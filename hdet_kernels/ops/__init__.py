@@ -18,8 +18,8 @@ The flow through this folder, for one optimizer step::
     triton/       the same in Triton
     compiled      the same in C++ and CUDA (``csrc/``)
 
-A module of ``torch/`` and ``triton/`` has the name of its operation here. ``operators`` registers the operators that
-are written in Python and loads the compiled ones. Every operation walks a table on the device, so the number of
+A module of ``torch/`` and ``triton/`` has the name of its operation here. ``operators`` loads the compiled
+operators. Every operation walks a table on the device, so the number of
 launches does not depend on the number of tensors, and none of them waits for the device.
 
 This module only re-exports the public names. The modules of this folder import from each other, never from here.

@@ -40,7 +40,7 @@ class RowGradient(NamedTuple):
 
 
 class RowWiseArguments(NamedTuple):
-    """The arguments of every backend's operator, in order (``operators.ROWWISE``).
+    """The arguments of every backend's operator, in order.
 
     Attributes:
         param: The embedding table, contiguous, [rows, width].
