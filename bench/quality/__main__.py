@@ -60,7 +60,7 @@ def main() -> None:
     running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     running.add_argument("--workers", type=int, default=None, help="number of processes; default: 2, on a GPU 14")
     running.add_argument(
-        "--seconds", type=float, default=float("inf"), help="leave out runs that are not finished by then"
+        "--seconds", type=float, default=float("inf"), help="leave out runs that are not begun by then"
     )
     running.add_argument("--after", type=Path, help="a results file whose runs are kept and not run again")
     running.add_argument("--out", type=Path, default=Path("quality-out.json"))

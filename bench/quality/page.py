@@ -21,7 +21,7 @@ from .excess import CAP, GOALS, GROUPS, MODES, PLAIN, PROBE, TRAINING, Excesses,
 from .results import Record, Report, joined, select
 from .scalars import SCALARS
 from .search import METHODS, SHARES
-from .suite import STARTS
+from .suite import STARTS, TRUST_STARTS, TRUSTS
 from .tasks import TASKS
 
 EVERY_START: tuple[Start, ...] = (*STARTS, None)
@@ -102,7 +102,8 @@ def printed(report: Report) -> str:
     parts = [*report.sources, *report.notes]
     if report.size == "zoo":
         found = excesses(report.records)
-        parts += [starts_table(found), groups_table(found), bars_table(found), sensitivity_table(found)]
+        parts += [starts_table(found), groups_table(found), bars_table(found), trust_table(found, report.records)]
+        parts += [search_table(report.records), sensitivity_table(found)]
     else:
         parts += [losses_table(report), scalars_table(report)]
     return "\n\n".join(filter(None, parts))
@@ -135,6 +136,32 @@ def search_table(records: Sequence[Record]) -> str:
                 ]
                 body.append([f"{share:g}", method, *cells])
     return table(["share", "search", "choice alone", "with the shorter run"], body, left=2) if body else ""
+
+
+def trust_table(found: Excesses, records: Sequence[Record]) -> str:
+    """Return the mean excess from each start, by trust, and what is expected of it; empty without such runs.
+
+    Expected by a user whose error is log-normal with a factor of three. Training losses only; tasks that overfit, and
+    those without a run of each trust from each start, are left out.
+    """
+    runs = {3.0: select(records, kind="start", method="hdet", probe=False)}
+    runs |= {
+        trust: [run for run in select(records, kind="trust") if run["options"]["trust"] == trust] for trust in TRUSTS
+    }
+    by_trust = {trust: found.of_runs([{**run, "kind": "start"} for run in some]) for trust, some in runs.items()}
+    means = {(trust, start): one.means(TRAINING, start) for trust, one in by_trust.items() for start in TRUST_STARTS}
+    tasks = set.intersection(*map(set, means.values())) & GROUPS["most tasks"]
+    if not tasks:
+        return ""
+    starts = sorted(TRUST_STARTS)
+    weights = np.exp(-0.5 * (np.log(starts) / np.log(3.0)) ** 2)
+    rows = []
+    for trust in by_trust:
+        values = [[means[trust, start][task] for task in tasks] for start in starts]
+        cells = [" / ".join(map(percent, (median(some), fmean(some), max(some)))) for some in values]
+        expected = np.average([fmean(some) for some in values], weights=weights)
+        rows.append([f"{trust:g} ({len(tasks)} tasks)", *cells, percent(expected)])
+    return table(["trust", *map(start_name, starts), "expected"], rows)
 
 
 def losses_table(report: Report) -> str:

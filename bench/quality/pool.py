@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import time
@@ -33,7 +34,8 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
         jobs: What to run.
         device: "cuda" or "cpu".
         workers: Number of processes.
-        seconds: Jobs that are not finished by then are left out, and their number is printed.
+        seconds: Jobs that are not begun by then are left out, and their number is printed. Those that run are waited
+            for: a process that ends in the middle of a kernel harms others that share the GPU with it.
 
     Returns:
         The records; that of a job that raised has an ``error``.
@@ -52,26 +54,31 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
         process.start()
     start, records = time.monotonic(), list[Record]()
     while len(records) < len(jobs):
+        left = start + seconds - time.monotonic()
+        if left <= 0:
+            _empty(waiting)
         try:
-            records += done.get(timeout=max(min(start + seconds - time.monotonic(), 5.0), 0.01))
+            records += done.get(timeout=min(left, 5.0) if left > 0 else 5.0)
         except queue.Empty:
-            if time.monotonic() > start + seconds:
-                print(
-                    f"{len(jobs) - len(records)} of {len(jobs)} runs were left out: the time is over", file=sys.stderr
-                )
-                break
-            if not any(process.is_alive() for process in processes):
-                raise RuntimeError(
-                    f"all worker processes died; {len(jobs) - len(records)} of {len(jobs)} runs are missing"
-                ) from None
-            continue
+            if any(process.is_alive() for process in processes):
+                continue
+            missing = len(jobs) - len(records)
+            if left > 0:
+                raise RuntimeError(f"all worker processes died; {missing} of {len(jobs)} runs are missing") from None
+            print(f"{missing} of {len(jobs)} runs were left out: the time is over", file=sys.stderr)
+            break
         if "error" in records[-1]:
             print(f"{records[-1]['task']}, {records[-1]['kind']}: {records[-1]['error']}", file=sys.stderr)
         _show(len(records), len(jobs), time.monotonic() - start)
     for process in processes:
-        process.terminate()
         process.join()
     return records
+
+
+def _empty(waiting: Any) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            waiting.get_nowait()
 
 
 def bundled(jobs: Sequence[Job]) -> list[list[Job]]:

@@ -17,6 +17,9 @@ from bench.quality.tasks import TASKS
 POWERS = range(-5, 5)
 # Learning rates at the start, as factors of the best one of plain training.
 STARTS = (1 / 30, 1 / 10, 1 / 3, 1.0, 3.0, 10.0, 30.0)
+# Trusts beside the default whose runs are compared with it, and their learning rates at the start.
+TRUSTS = (5.0, 10.0)
+TRUST_STARTS = (3.0, 1.0, 10.0, 1 / 3, 1 / 10)
 # The most seeds of tasks whose runs take most of a GPU.
 COSTLY = {"large language": 2, "large llama": 2}
 
@@ -142,6 +145,21 @@ def _starts(size: Size, best: dict[str, float]) -> list[Job]:
     return jobs
 
 
+def _trust(size: Size, best: dict[str, float]) -> list[Job]:
+    """Return runs without a probe at other trusts than the default."""
+    return [
+        _job(
+            "trust",
+            Spec(task, "hdet", best[task] * factor, seed, probe=False, options=_options(size, task) | {"trust": trust}),
+            factor=factor,
+        )
+        for seed in range(size.start_seeds)
+        for factor in TRUST_STARTS
+        for trust in TRUSTS
+        for task in size.tasks
+    ]
+
+
 def _none(size: Size, best: dict[str, float]) -> list[Job]:
     """Return runs without a learning rate, with a probe and without."""
     return [
@@ -224,6 +242,7 @@ def _search(size: Size, best: dict[str, float]) -> list[Job]:
 PARTS: dict[str, Callable[[Size, dict[str, float]], list[Job]]] = {
     "near": _near,
     "starts": _starts,
+    "trust": _trust,
     "none": _none,
     "search": _search,
     "paper": _paper,
