@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, setup: Setup, record: Record) -> int:
         try:
             done = training.train(setup.steps, deadline)
         except RuntimeError as error:  # no replica is finite: the other runs go on
-            print(f"  failed after step {training.step}: {error}")
+            print(f"  failed after step {training.step}: {error}", *getattr(error, "__notes__", ()), sep="\n  ")
             record.add("failures", {"method": args.method, "lr": lr, "step": training.step, "error": str(error)})
             continue
         if not done:

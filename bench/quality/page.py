@@ -129,11 +129,12 @@ def search_table(records: Sequence[Record]) -> str:
                 for run in runs
             )
             if not excess.empty:
-                means = excess.groupby(["alone", "task"])["excess"].mean()
-                cells = [
-                    f"{found.median():.1f} / {found.mean():.1f} / {found.quantile(0.9):.1f}"
-                    for found in (means.loc[alone] for alone in (True, False))
-                ]
+                cells = []
+                for alone in (True, False):
+                    means = excess[excess["alone"] == alone].groupby("task")["excess"].mean()
+                    figures = means.median(), means.mean(), means.quantile(0.9)
+                    complete = len(means) == excess["task"].nunique()  # a time limit leaves out the last runs
+                    cells.append(" / ".join(f"{figure:.1f}" for figure in figures) if complete else NOTHING)
                 body.append([f"{share:g}", method, *cells])
     return table(["share", "search", "choice alone", "with the shorter run"], body, left=2) if body else ""
 

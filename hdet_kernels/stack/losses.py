@@ -87,8 +87,12 @@ class ReplicaLosses:
                 raise
             reason, step = (str(error).strip().splitlines() or [repr(error)])[0], 1
         if reason is not None:
-            with rollback.on_error():
+            try:
                 losses = self.compute_once(loss_fn, unwritten, 1, gradients)
+            except Exception as error:
+                rollback.restore()
+                error.add_note(f"the replicas are computed one after another, because together they raised: {reason}")
+                raise
         if kind not in self._changed_buffers:
             with rollback.on_error():
                 self._check_first(loss_fn, unwritten, step, gradients, losses)

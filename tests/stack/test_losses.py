@@ -201,6 +201,22 @@ def test_vmap_may_fail_at_a_later_call(warnings_logged: Messages) -> None:
         check_close(statistics[name], torch.stack([dict(m.named_buffers())[name] for m in modules]), name)
 
 
+def test_a_loss_that_fails_both_ways_tells_why_it_was_not_computed_together() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        if model(x).sum() > 0:  # vmap cannot branch on values
+            return model(x).mean()
+        raise ValueError("one after another")
+
+    stack = hk.ReplicaStack(nn.Linear(WIDTH, 1), R)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.zero_()
+    with pytest.raises(ValueError, match="one after another") as caught:
+        stack.backward(loss_fn, batch())
+    (note,) = caught.value.__notes__
+    assert "because together they raised: vmap" in note
+
+
 def test_out_of_memory_is_raised_and_not_retried_one_by_one() -> None:
     calls = []
 
