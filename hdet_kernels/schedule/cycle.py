@@ -36,13 +36,13 @@ from hdet_kernels.converge import (
 from hdet_kernels.converge.handshake import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
-from hdet_kernels.schedule.acts import Act, Before, Return, explained, peaks_of
+from hdet_kernels.schedule.acts import Act, Before, Progress, Return, explained, peaks_of
 from hdet_kernels.schedule.arguments import GradientMode, Probe
 from hdet_kernels.schedule.gradients import Displacement, fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
-from hdet_kernels.schedule.undo.undoing import Progress, Undoing
+from hdet_kernels.schedule.undo.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
 

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from hdet_kernels.controller.protocol import (
 )
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.acts import Return, ReturnKind
+from hdet_kernels.schedule.acts import Progress, Return, ReturnKind
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.gradients import Displacement
 from hdet_kernels.schedule.undo.copies import KeptTensors, Place, copy_all, reset_others, state_pairs, whole_state
@@ -306,25 +306,6 @@ def fits(now: Tensor, saved: Tensor | None) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come, for a sync; and what it goes back to if a trial is no better.
-
-    Args:
-        origin: steps that were made before the schedule began, or began again.
-        step: steps of that schedule that were made.
-        position: the step of the whole schedule that they had come to; see :attr:`.Cycle.position`.
-        run: the run over the steps since the origin.
-        state: the controller's state.
-    """
-
-    origin: int
-    step: int
-    position: float
-    run: Run
-    state: State
 
 
 def _steps_left(run: Run, landed: int) -> bool:
