@@ -511,37 +511,10 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         scout: ScoutSettings | None = None,
         **unknown: Never,
     ) -> None:
+        given = locals()
         refuse_unknown(unknown, type(self).__name__)
-        self._options = Options(
-            spread=spread,
-            sync_every=sync_every,
-            auto_lr=auto_lr,
-            trust=trust,
-            probe=probe,
-            explore=explore,
-            tie_groups=tie_groups,
-            gradients=gradients,
-            ensemble=ensemble,
-            averaging=averaging,
-            model=model,
-            seed=seed,
-            history_file=history_file,
-            scout=scout,
-        )
-        self._arguments = one_cycle_arguments(
-            unwrapped(optimizer),
-            max_lr,
-            {"total_steps": total_steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch},
-            pct_start=pct_start,
-            anneal_strategy=anneal_strategy,
-            cycle_momentum=cycle_momentum,
-            base_momentum=base_momentum,
-            max_momentum=max_momentum,
-            div_factor=div_factor,
-            final_div_factor=final_div_factor,
-            three_phase=three_phase,
-            last_epoch=last_epoch,
-        )
+        self._options = Options.among(given)
+        self._arguments = one_cycle_arguments(unwrapped(optimizer), given)
         check_scout_used(max_lr is None, scout)
         self.optimizer = outermost(optimizer)
         with untouched_on_error(self.optimizer):
@@ -754,23 +727,9 @@ class HDETScheduler(WithCycle, LRScheduler):
         scout: ScoutSettings | None = None,
         **unknown: Never,
     ) -> None:
+        given = locals()
         refuse_unknown(unknown, type(self).__name__)
-        self._options = Options(
-            spread=spread,
-            sync_every=sync_every,
-            auto_lr=auto_lr,
-            trust=trust,
-            probe=probe,
-            explore=explore,
-            tie_groups=tie_groups,
-            gradients=gradients,
-            ensemble=ensemble,
-            averaging=averaging,
-            model=model,
-            seed=seed,
-            history_file=history_file,
-            scout=scout,
-        )
+        self._options = Options.among(given)
         check_scout_used(False, scout)
         self._total_steps = None if total_steps is None else check_steps("total_steps", total_steps)
         if isinstance(base_scheduler, ReduceLROnPlateau):
