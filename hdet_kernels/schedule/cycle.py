@@ -591,7 +591,7 @@ def _recover(cycle: Cycle, step: int, applied: int, placed: Placement, none: Non
     undone = cycle.undoing.go_back(cycle.run, seen, landed=applied)
     cause = f"no replica is sound; not finite: {none.found}"
     findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.offset, cause=cause)
-    outcome = Outcome.of_none(none.agreement, handshake_cost(cycle.ensemble), 0.0)
+    outcome = Outcome.of(none.agreement, None, handshake_cost(cycle.ensemble), 0.0)
     _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings, act)
 
 

@@ -26,6 +26,7 @@ from hdet_kernels.controller.protocol import Controller
 from hdet_kernels.converge import Averaging
 from hdet_kernels.ensemble import Ensemble, announced_size
 from hdet_kernels.fanout.explore import Explore, TieGroups, saved_ties
+from hdet_kernels.fanout.spread import rates_of
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule import checkpoint, checkpoint_checks
@@ -58,7 +59,6 @@ from hdet_kernels.schedule.build import (
     build_cycle,
     built_state,
     ensemble_of,
-    learning_rates,
     name_few_looks,
     name_one_replica,
     one_cycle_at,
@@ -370,7 +370,7 @@ class WithCycle:
         cycle = self.cycle
         for group, rate in zip(self._inner.param_groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         cycle.write()
         cycle.publish()
 
@@ -385,7 +385,7 @@ class WithCycle:
         cycle.history, cycle.window = before.history, before.window
         cycle.write()
         self._cycle = cycle
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         self._attach()
         cycle.publish()
 
@@ -529,7 +529,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 self._cycle.write()
             else:
                 self._phase = self._new_phase(self._scouted)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         self._built()
 
     @property
@@ -556,7 +556,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             phase.end_step(loss)
             if phase.scouted.found is not None:
                 self._begin_run(phase.scouted)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         else:
             cycle = self._cycle
             changed = cycle.end_step(loss, self.total_steps)
@@ -618,7 +618,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         self._cycle.history = history
         self._phase = self._new_phase(self._scouted)
         self._phase.replace(before)
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         self._attach()
 
     def _begin_run(self, scouted: Scouted) -> None:
@@ -683,7 +683,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 self._phase.scouted = scouted
                 checkpoint.restore(self.cycle, hdet)
                 self._phase.load_state_dict(checkpoint.to_plain(phase), schedule)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         self.cycle.steps.begin_anew()
 
 
@@ -752,7 +752,7 @@ class HDETScheduler(WithCycle, LRScheduler):
             own_values_back(self._inner)
             self._cycle = self._new_cycle()
             self._cycle.write()
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         self._built()
 
     def _new_cycle(self) -> Cycle:
@@ -805,7 +805,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         self.base_scheduler.step()
         for group, rate in zip(groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         if changed:
             cycle.write()
         cycle.publish()
@@ -820,7 +820,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         Where the run began again, OneCycleLR is computed there, and others are read from what was played ahead. One
         that could not be played goes on, below a warm-up.
         """
-        now, cycle = learning_rates(self._inner), self.cycle
+        now, cycle = rates_of(self._inner.param_groups), self.cycle
         if not cycle.origin:
             return now
         if isinstance(self.base_scheduler, OneCycleLR):
@@ -868,7 +868,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
             checkpoint.restore(self.cycle, hdet)
             write_momentum(base, self.cycle.position)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         self.cycle.steps.begin_anew()
 
 
