@@ -793,10 +793,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         cycle = self.cycle
-        origin = cycle.origin
         changed = cycle.end_step(loss, last_step)
-        if cycle.origin != origin:
-            self._name_schedule_that_goes_on()
         groups = self._inner.param_groups
         # Chainable schedulers compute the next learning rate from the current one: give them their own back.
         if cycle.origin:
@@ -818,35 +815,21 @@ class HDETScheduler(WithCycle, LRScheduler):
         """Return the learning rates of the wrapped schedule, which has made its step, where the cycle is now.
 
         Where the run began again, OneCycleLR is computed there, and others are read from what was played ahead. One
-        that could not be played goes on, below a warm-up.
+        that was not played from the first step of the run goes on, below a warm-up.
         """
         now, cycle = rates_of(self._inner.param_groups), self.cycle
         if not cycle.origin:
             return now
         if isinstance(self.base_scheduler, OneCycleLR):
             return one_cycle_at(self.base_scheduler, cycle.position)
-        if self._played is not None and self._begins_again:
+        if self._played is not None and self._played.first <= cycle.first:
             return self._played.at(cycle.position - self._played.first, like=now)
-        return below_warm_up(now, self._inner.param_groups, cycle)
-
-    @property
-    def _begins_again(self) -> bool:
-        """Whether the wrapped schedule can begin again, as OneCycleLR and what was played from the first step can."""
-        if isinstance(self.base_scheduler, OneCycleLR):
-            return True
-        return self._played is not None and self._played.first <= self.cycle.first
-
-    def _begin_schedule_again(self) -> None:
-        self._name_schedule_that_goes_on()
-        super()._begin_schedule_again()
-
-    def _name_schedule_that_goes_on(self) -> None:
-        """Warn, where the run begins anew and did not go back, if the wrapped schedule does not."""
-        if self.cycle.first_process and not self._begins_again and not self.cycle.step:
+        if cycle.first_process and not cycle.step:  # the run begins anew now
             log.warning(
                 "%s cannot be played from the first step of the run, and goes on where it is, below a warm-up",
                 type(self.base_scheduler).__name__,
             )
+        return below_warm_up(now, self._inner.param_groups, cycle)
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may write other learning rates
