@@ -26,14 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import (
-    Observation,
-    Run,
-    State,
-    TryingController,
-    UndoingController,
-    returns_allowed,
-)
+from hdet_kernels.controller.protocol import Observation, Run, State, TryingController, UndoingController
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
 from hdet_kernels.schedule.acts import Progress, Return, ReturnKind
@@ -351,7 +344,7 @@ class Undoing:
             buffers: returns the buffers of the model, which are kept too.
         """
         controller = spread.controller
-        if not isinstance(controller, UndoingController) or not returns_allowed(controller):
+        if not isinstance(controller, UndoingController) or not controller.undo:
             return None
         on: Place = getattr(controller, "undo_on", "auto")
         copies = (KeptStart(optimizer, converger, displacement, buffers, on) for _ in range(2))
