@@ -639,7 +639,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may build the phase again
-        schedule = self._schedule_state() if self._phase is None else self._phase.schedule_state()
+        schedule = self._schedule_state() if self._phase is None else copy.deepcopy(self._phase.schedule.state_dict())
         state = {**schedule, "hdet": checkpoint.packed(checkpoint.state_of(cycle))}
         if self._scouted is not None:
             state["scout"] = checkpoint.packed(checkpoint.scout_state(self._scouted, self._phase))
