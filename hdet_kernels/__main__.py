@@ -46,19 +46,14 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train with and without HDET on this machine, in a minute or two",
         description=(
-            "Train a small model twice from a learning rate that is about ten times too high: with torch's OneCycleLR "
-            "under plain data parallel, and with HDET. Both runs have the same data, seeds and steps. A table "
-            "is printed; plots (these need matplotlib), a table of syncs and all numbers as JSON are written to --out."
+            "Train a small language model twice from a learning rate that is about ten times too high: with torch's "
+            "OneCycleLR under plain data parallel, and with HDET. Both runs have the same data, seeds and steps. A "
+            "table is printed; plots (these need matplotlib), a table of syncs and all numbers as JSON are written to "
+            "--out."
         ),
     )
     demo.add_argument("--replicas", type=int, default=4, metavar="N", help="processes, at least 2 (default: 4)")
-    demo.add_argument("--steps", type=int, metavar="S", help="steps of each run (default: depends on the task)")
-    demo.add_argument(
-        "--task",
-        choices=("text", "digits"),
-        default="text",
-        help="text (default): transformer on the standard library's source; digits: MLP on scikit-learn's digits",
-    )
+    demo.add_argument("--steps", type=int, metavar="S", help="steps of each run (default: 400)")
     demo.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder of the results (default: demo-out)"
     )
@@ -113,7 +108,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     from hdet_kernels.demo.training import checked_options
 
     try:
-        given = ("replicas", "steps", "task", "out", "seed", "max_lr")
+        given = ("replicas", "steps", "out", "seed", "max_lr")
         options = checked_options(**{name: getattr(arguments, name) for name in given})
     except ValueError as error:
         return _failed("demo", error)

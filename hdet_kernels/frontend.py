@@ -24,11 +24,12 @@ from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, announced_size, def
 from hdet_kernels.fanout.explore import Explore
 from hdet_kernels.fanout.multipliers import multipliers, permutation
 from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.schedule.acts import Progress
 from hdet_kernels.schedule.attachment import release
 from hdet_kernels.schedule.gradients import Displacement, fingerprint, look_at_gradients
 from hdet_kernels.schedule.history import SyncCallbacks, SyncRecord
 from hdet_kernels.schedule.losses import LossWindow, run_probe
-from hdet_kernels.schedule.undo.undoing import Progress, Undoing
+from hdet_kernels.schedule.undo.undoing import Undoing
 
 __all__ = [
     "AverageRequest",

@@ -201,12 +201,12 @@ def test_a_replica_that_fails_ends_all(how: str, message: str, monkeypatch: pyte
 
 def test_defaults_come_from_the_task(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
-    options = checked_options(replicas=2, steps=None, task="text", out=out, seed=0, max_lr=None)
+    options = checked_options(replicas=2, steps=None, out=out, seed=0, max_lr=None)
     assert (options.steps, options.max_lr) == (TextTask.steps, TextTask.poor_lr)
     assert out.is_dir()
 
 
-OPTIONS = Options(replicas=2, steps=40, task="text", out=Path("out"), seed=0, max_lr=0.3)
+OPTIONS = Options(replicas=2, steps=40, out=Path("out"), seed=0, max_lr=0.3)
 
 
 def two_runs(plain: float = 2.0, hdet: float = 1.5) -> dict[RunName, Run]:

@@ -12,7 +12,6 @@ import pytest
 
 import hdet_kernels
 from hdet_kernels.__main__ import hidden_by, main
-from hdet_kernels.demo.tasks import DigitsTask
 from hdet_kernels.ops.backends import backends
 from tests.histories import run
 
@@ -29,7 +28,7 @@ def test_help_of_the_demo_names_every_option(capsys: pytest.CaptureFixture[str])
         main(["demo", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--replicas", "--steps", "--task", "--out", "--seed", "--max-lr"):
+    for option in ("--replicas", "--steps", "--out", "--seed", "--max-lr"):
         assert option in text
 
 
@@ -100,7 +99,7 @@ def test_bad_arguments_of_the_demo(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["demo", "--task", "poetry"], ["demo", "--replicas", "two"]])
+@pytest.mark.parametrize("arguments", [["train"], ["demo", "--replicas", "two"]])
 def test_what_the_parser_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -108,13 +107,12 @@ def test_what_the_parser_refuses(arguments: list[str], capsys: pytest.CaptureFix
     assert arguments[-1] in capsys.readouterr().err
 
 
-def test_digits_without_scikit_learn(
+def test_the_demo_without_the_source_of_the_standard_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert DigitsTask.missing() is not None
-    assert main(["demo", "--task", "digits", "--out", str(tmp_path)]) == 2
-    assert "pip install scikit-learn" in capsys.readouterr().err
+    monkeypatch.setattr("hdet_kernels.demo.tasks.SOURCE", tmp_path)
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert f"source is not in {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_history_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,16 +193,15 @@ def bias_correction(observations: Array, weight: float) -> Array:
     return total
 
 
-def noise_gate(s: Array, observations: Array, weight: float, demand: float = 1.0) -> Array:
-    """Return by how much slopes count, from 0 to 1.
+def noise_gate(s: Array, observations: Array, weight: float) -> Array:
+    """Return by how much slopes count, from 0 to 1: up to a mean of 1 they are noise.
 
     Args:
         s: running mean of squared significances.
         observations: number of values in that mean.
         weight: weight of the newest value in it.
-        demand: value of the mean up to which slopes count as noise.
     """
-    gate: Array = 1 - np.minimum(demand * bias_correction(observations, weight) / np.maximum(s, 1e-12), 1)
+    gate: Array = 1 - np.minimum(bias_correction(observations, weight) / np.maximum(s, 1e-12), 1)
     return gate
 
 

@@ -240,11 +240,6 @@ class TryingController(UndoingController, Protocol):
         """
 
 
-def returns_allowed(controller: object) -> int:
-    """Return the most returns to the start that a controller asks for: 0 for one that never undoes anything."""
-    return controller.undo if isinstance(controller, UndoingController) else 0
-
-
 def check_controller(controller: object) -> None:
     """Raise TypeError or ValueError unless ``controller`` implements :class:`Controller`, and say what it lacks.
 

@@ -487,38 +487,35 @@ class RegressionController(SlopeController):
             found = Findings(values, errors, posterior)
         else:  # a slope of losses would be 0, and certain
             found = replace(Findings.measured(seen), posterior=posterior)
-        return self._explained(run, before, after, seen, slopes, found, returned=returned)
+        if self._watches_at(run, seen.step):
+            certain, _ = self._with_sign_significance(before, slopes)
+            course, level = self._course(run, seen, before, certain), mean_level(seen.losses, self.settings)
+            last = before["soundness"]["last"] if before["soundness"] else math.nan
+            found = replace(found, judgement=course.numbers(level, last) if course else {})
+        return replace(found, why=self._reason(run, before, after, seen, posterior, returned=returned))
 
-    def _explained(
+    def _reason(
         self,
         run: Run,
         before: State,
         after: State,
         seen: Observation,
-        slopes: Slopes,
-        found: Findings,
+        posterior: dict[int, tuple[float, float]],
         *,
         returned: bool,
-    ) -> Findings:
-        """Return the findings with the numbers that decided at this sync, and the reason for what was moved."""
-        rates, level = _rates(run), mean_level(seen.losses, self.settings)
-        if self._watches_at(run, seen.step):
-            certain, _ = self._with_sign_significance(before, slopes)
-            course = self._course(run, seen, before, certain)
-            last = before["soundness"]["last"] if before["soundness"] else math.nan
-            found = replace(found, judgement=course.numbers(level, last) if course else {})
-        compared = self._comparison(run, before, seen)
-        better, words = (False, None) if compared is None else compared
+    ) -> str:
+        """Return the reason, in words, for what was moved at this sync."""
+        better, words = self._comparison(run, before, seen) or (False, None)
         if returned:
             reasons = (self._sign(run, before, seen), None if better else words, self._doubt(run, before, seen))
-            return replace(found, why=next(filter(None, reasons), ""))
+            return next(filter(None, reasons), "")
         if words:  # also of a trial that goes on because nothing can go back
-            return replace(found, why=words)
-        followed = [found.posterior[i] for i in rates if i in found.posterior and after["mu"][i] != before["mu"][i]]
+            return words
+        followed = [moments for index, moments in posterior.items() if after["mu"][index] != before["mu"][index]]
         if followed:
             right = " and ".join(f"{math.exp(m):.2g} (within a factor of {math.exp(d):.2g})" for m, d in followed)
-            return replace(found, why=f"the signs of the slopes put the right peak, over the given one, at {right}")
-        return replace(found, why="by the slopes of the loss")
+            return f"the signs of the slopes put the right peak, over the given one, at {right}"
+        return "by the slopes of the loss"
 
     def _slopes(self, run: Run, seen: Observation, noise: list[float]) -> Slopes:
         """Return the slopes of all hyperparameters: from gradients where they were measured, or else from losses."""
@@ -593,8 +590,7 @@ class RegressionController(SlopeController):
         level, course = mean_level(seen.losses, self.settings), state["soundness"]
         if course is None:
             return None
-        slopes, _ = self._with_sign_significance(state, self._slopes(run, seen, state["noise"]))
-        after = self._course(run, seen, state, slopes)
+        after = self._course_after(run, state, seen)
         return None if after is None else Soundness.of(course).sign(level, after, self.settings)
 
     def _compares_at(self, run: Run, state: State, step: int) -> bool:
@@ -608,8 +604,7 @@ class RegressionController(SlopeController):
         """Return the course after a sync at which a doubt may be raised or a trial ends; None at any other."""
         if state["soundness"] is None or not self._compares_at(run, state, seen.step):
             return None
-        slopes, _ = self._with_sign_significance(state, self._slopes(run, seen, state["noise"]))
-        return self._course(run, seen, state, slopes)
+        return self._course_after(run, state, seen)
 
     def _doubt(self, run: Run, state: State, seen: Observation) -> str | None:
         """Return in words why the learning rate is in doubt at this sync; None if it is not."""
@@ -640,8 +635,13 @@ class RegressionController(SlopeController):
             f"{trial['level']:.4g}; noise {noise:.2g})"
         )
 
-    def _course(self, run: Run, seen: Observation, state: State, slopes: Slopes) -> Soundness | None:
+    def _course_after(self, run: Run, state: State, seen: Observation) -> Soundness | None:
         """Return the course of losses and slopes after this sync; None before the first level."""
+        slopes, _ = self._with_sign_significance(state, self._slopes(run, seen, state["noise"]))
+        return self._course(run, seen, state, slopes)
+
+    def _course(self, run: Run, seen: Observation, state: State, slopes: Slopes) -> Soundness | None:
+        """Return the same, given the slopes."""
         rates, level = _rates(run), mean_level(seen.losses, self.settings)
         before = None if state["soundness"] is None else Soundness.of(state["soundness"])
         if level is None:

@@ -60,34 +60,25 @@ class Outcome:
         return np.where(self.healthy, compared(self.losses, self.probes), np.nan)
 
     @staticmethod
-    def of(agreement: Agreement, plan: Plan, cost: Cost, seconds: float, distance: float | None = None) -> Outcome:
-        """Return the outcome of an average that was agreed on and planned, at this cost."""
-        return Outcome(
-            losses=agreement.losses,
-            probes=agreement.probes,
-            healthy=plan.healthy,
-            shared=plan.shared,
-            bytes=cost.bytes,
-            collectives=cost.collectives,
-            seconds=seconds,
-            taken=plan.taken,
-            state=plan.state,
-            kept=agreement.kept,
-            distance=distance,
-        )
+    def of(
+        agreement: Agreement, plan: Plan | None, cost: Cost, seconds: float, distance: float | None = None
+    ) -> Outcome:
+        """Return the outcome of an average that was agreed on and planned, at this cost.
 
-    @staticmethod
-    def of_none(agreement: Agreement, cost: Cost, seconds: float) -> Outcome:
-        """Return the outcome of an average that did not take place, because no replica is healthy."""
+        ``plan``: None where it did not take place, because no replica is healthy.
+        """
         return Outcome(
             losses=agreement.losses,
             probes=agreement.probes,
             healthy=agreement.healthy,
-            shared=agreement.shared,
+            shared=agreement.shared if plan is None else plan.shared,
             bytes=cost.bytes,
             collectives=cost.collectives,
             seconds=seconds,
+            taken=None if plan is None else plan.taken,
+            state=plan is not None and plan.state,
             kept=agreement.kept,
+            distance=distance,
         )
 
 

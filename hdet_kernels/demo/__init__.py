@@ -4,6 +4,6 @@ The flow, file by file:
 
     command.py      run the demo: progress bars, the printed table, the files
     training.py     its options; one process for each replica; both runs, as one replica
-    tasks.py        data and models: bytes of the standard library, or scikit-learn's digits
+    tasks.py        data and model: bytes of the standard library
     outcome.py      merge the replicas' results: table, verdict, results.json, plots
 """

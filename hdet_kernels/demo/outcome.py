@@ -122,7 +122,7 @@ def verdict(runs: dict[RunName, Run]) -> str:
 def write_json(runs: dict[RunName, Run], options: Options, backend: str, path: Path) -> None:
     content = {
         "options": {
-            **{name: getattr(options, name) for name in ("replicas", "steps", "task", "seed", "max_lr")},
+            **{name: getattr(options, name) for name in ("replicas", "steps", "seed", "max_lr")},
             "process_group": backend,
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -1,14 +1,7 @@
-"""Tasks of the demo: a byte-level language model of the standard library's source, and a classifier of digits.
-
-Both use data that comes with Python or scikit-learn, and are small enough for a laptop's CPU. A task has a model, a
-training ``batch``, a larger one for the controller's ``probe``, and ``held_out`` data. ``poor_lr`` is about ten times a
-good peak learning rate for ``steps`` steps. ``missing()`` tells why it cannot run here and how to fix it.
-"""
+"""The task of the demo: a byte-level language model of the standard library's source, for a laptop's CPU."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sysconfig
 from pathlib import Path
 
@@ -30,7 +23,11 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class TextTask:
-    """Predict the next byte of the Python standard library's top-level modules; every tenth file is held out."""
+    """Predict the next byte of the Python standard library's top-level modules; every tenth file is held out.
+
+    ``batch`` is for training, a larger one for the controller's ``probe``. ``poor_lr`` is about ten times a good peak
+    learning rate for ``steps`` steps. ``missing()`` tells why the task cannot run here and how to fix it.
+    """
 
     title = "next byte of the Python standard library's source, transformer of 137 000 parameters"
     steps = 400
@@ -48,7 +45,7 @@ class TextTask:
     def missing() -> str | None:
         if sum(file.stat().st_size for file in SOURCE.glob("*.py")) > 500_000:
             return None
-        return f"the standard library's source is not in {SOURCE}: use a full Python installation, or --task digits"
+        return f"the standard library's source is not in {SOURCE}: use a full Python installation"
 
     def model(self) -> nn.Module:
         return ByteTransformer(width=64, heads=2, layers=2, context=self.context)
@@ -69,48 +66,6 @@ class TextTask:
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         windows = text[starts[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]
-
-
-class DigitsTask:
-    """Classify scikit-learn's 1797 handwritten digits, 8×8 pixels; every fifth is held out."""
-
-    title = "scikit-learn's handwritten digits, MLP of 26 000 parameters"
-    steps = 600
-    poor_lr = 0.1
-    batch_size = 16
-
-    def __init__(self) -> None:
-        pixels, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
-        inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels).long()
-        unseen = torch.arange(len(targets)) % 5 == 0
-        self.train, self.unseen = (inputs[~unseen], targets[~unseen]), (inputs[unseen], targets[unseen])
-
-    @staticmethod
-    def missing() -> str | None:
-        if importlib.util.find_spec("sklearn") is not None:
-            return None
-        return "--task digits needs scikit-learn, which is not installed: pip install scikit-learn, or use --task text"
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    def batch(self, generator: Generator) -> Batch:
-        return self._draw(self.batch_size, generator)
-
-    def probe(self, generator: Generator) -> Batch:
-        return self._draw(16 * self.batch_size, generator)
-
-    def held_out(self) -> Batch:
-        return self.unseen
-
-    def _draw(self, count: int, generator: Generator) -> Batch:
-        inputs, targets = self.train
-        chosen = torch.randint(len(targets), (count,), generator=generator)
-        return inputs[chosen], targets[chosen]
-
-
-Task = TextTask | DigitsTask
-TASKS: dict[str, type[Task]] = {"text": TextTask, "digits": DigitsTask}
 
 
 class ByteTransformer(nn.Module):

@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet_kernels.demo.tasks import TASKS, Batch, Task, loss_of
+from hdet_kernels.demo.tasks import Batch, TextTask, loss_of
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR
 
 RunName = Literal["plain", "hdet"]
@@ -50,31 +50,27 @@ class Options:
 
     replicas: int
     steps: int
-    task: str
     out: Path
     seed: int
     max_lr: float
 
 
-def checked_options(
-    *, replicas: int, steps: int | None, task: str, out: Path, seed: int, max_lr: float | None
-) -> Options:
+def checked_options(*, replicas: int, steps: int | None, out: Path, seed: int, max_lr: float | None) -> Options:
     """Fill in the task's defaults and create ``out``; raise ValueError for what cannot be trained or written."""
     if replicas < 2:
         raise ValueError(f"--replicas must be at least 2, got {replicas}: HDET compares replicas with each other")
-    chosen = TASKS[task]
-    steps = chosen.steps if steps is None else steps
+    steps = TextTask.steps if steps is None else steps
     if steps < FEWEST_STEPS:
         raise ValueError(
             f"--steps must be at least {FEWEST_STEPS}, got {steps}: the learning rate is adapted in the first 30 % "
-            f"of the run; omit the option for {chosen.steps}"
+            f"of the run; omit the option for {TextTask.steps}"
         )
-    max_lr = chosen.poor_lr if max_lr is None else max_lr
+    max_lr = TextTask.poor_lr if max_lr is None else max_lr
     if not (math.isfinite(max_lr) and max_lr > 0):
-        raise ValueError(f"--max-lr must be a positive number, got {max_lr}; omit the option for {chosen.poor_lr:g}")
+        raise ValueError(f"--max-lr must be a positive number, got {max_lr}; omit the option for {TextTask.poor_lr:g}")
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {seed}")
-    if (missing := chosen.missing()) is not None:
+    if (missing := TextTask.missing()) is not None:
         raise ValueError(missing)
     try:  # before two minutes of training
         out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +79,7 @@ def checked_options(
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"cannot write to --out {out} ({reason}): choose a writable folder") from error
-    return Options(replicas, steps, task, out, seed, max_lr)
+    return Options(replicas, steps, out, seed, max_lr)
 
 
 @dataclass(frozen=True)
@@ -200,11 +196,11 @@ def _replica(
 def train_both(rank: int, device: torch.device, send: Send, options: Options) -> list[ReplicaRun]:
     """Train both runs, one after the other, as replica ``rank`` of the default process group."""
     logging.getLogger("hdet_kernels").setLevel(logging.ERROR)  # what HDET did is printed under the table
-    task: Task = TASKS[options.task]()
+    task = TextTask()
     return [_train(run, task, rank, device, send, options) for run in RUNS]
 
 
-def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send, options: Options) -> ReplicaRun:
+def _train(run: RunName, task: TextTask, rank: int, device: torch.device, send: Send, options: Options) -> ReplicaRun:
     torch.manual_seed(options.seed)  # the same initial model in both runs and on all replicas
     model = task.model().to(device)
     replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
@@ -249,7 +245,7 @@ def _train(run: RunName, task: Task, rank: int, device: torch.device, send: Send
 
 
 @torch.no_grad()
-def _held_out_loss(model: nn.Module, task: Task, rank: int, device: torch.device) -> float:
+def _held_out_loss(model: nn.Module, task: TextTask, rank: int, device: torch.device) -> float:
     """Return the mean loss on the held-out data; every replica evaluates a part of it."""
     inputs, targets = task.held_out()
     share = inputs[rank :: dist.get_world_size()], targets[rank :: dist.get_world_size()]

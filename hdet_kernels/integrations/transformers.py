@@ -461,7 +461,7 @@ class HDETTrainerMixin(_Base):
               ``TrainingArguments``; where that is ``"linear"``, which is also its default, one cycle. Its keywords are
               ``lr_scheduler_kwargs``. Of the one cycle, ``learning_rate`` is the peak and ``warmup_steps`` the steps
               up to it (without any, 30 % of the run), and ``cycle_momentum`` is off.
-            - ``max_lr=None``: no learning rate; the first 15 % of the steps find it.
+            - ``max_lr=None``: no learning rate; the first 23 % of the steps find it.
             - ``save``: ``"consensus"`` or ``"sync"``, see :class:`HDETCallback`.
             - ``probe="eval"``: the probe is the loss on the first batch of the evaluation dataset.
         kwargs: those of the trainer.

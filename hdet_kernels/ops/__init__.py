@@ -33,7 +33,6 @@ from hdet_kernels.ops.step import (
     STATES,
     Scalars,
     Step,
-    StepArguments,
     grad_norm,
 )
 
@@ -45,6 +44,5 @@ __all__ = [
     "STATE_DTYPES",
     "Scalars",
     "Step",
-    "StepArguments",
     "grad_norm",
 ]

@@ -16,18 +16,18 @@ from torch import Tensor
 from hdet_kernels.ops.chunks import ChunkTable, MatchedGradients
 from hdet_kernels.ops.pack import MatchedTensors, Pack
 from hdet_kernels.ops.rowwise import RowWiseArguments
-from hdet_kernels.ops.step import Scalars, StepArguments
+from hdet_kernels.ops.step import Scalars, Step
 
 # kScratchBytes of csrc/step.h.
 SCRATCH_BYTES = 128
 
 
-def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
-    """Return a function that runs the step on given gradients and scalars."""
-    chunks, rounding, rows = arguments.chunks, arguments.stochastic_rounding, arguments.rows
+def bind_step(step: Step) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs ``step`` on given gradients and scalars."""
+    chunks, rounding, rows = step.chunks, step.stochastic_rounding, step.rows
     # Zeros, because a kernel that loads a whole row of the scratch also loads the gaps between its numbers.
-    scratch = torch.zeros(SCRATCH_BYTES * rows * len(chunks.entries), dtype=torch.uint8, device=arguments.param.device)
-    rule, *flats = arguments.flats
+    scratch = torch.zeros(SCRATCH_BYTES * rows * len(chunks.entries), dtype=torch.uint8, device=step.param.device)
+    rule, *flats = step.flats
     operator = partial(torch.ops.hdet_kernels.step_.default, rule, *flats, chunks.slots, chunks.chunks)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:

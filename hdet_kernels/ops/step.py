@@ -7,7 +7,7 @@ gradients by their norm, :func:`grad_norm`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -76,28 +76,7 @@ class Scalars(NamedTuple):
 NO_SCALARS = Scalars()
 
 
-@dataclass(frozen=True)
-class StepArguments:
-    """The arguments of a :class:`Step`, without the gradients."""
-
-    rule: str
-    param: Tensor
-    states: Sequence[Tensor | None]
-    scales: Sequence[Tensor | None]
-    steps: Tensor
-    table: Tensor
-    chunks: ChunkTable
-    master: Tensor | None
-    stochastic_rounding: bool
-    rows: int
-
-    @property
-    def flats(self) -> tuple[Any, ...]:
-        """The first arguments of the compiled operator."""
-        states, scales = [*self.states, None, None][:3], [*self.scales, None, None][:2]
-        return list(STATES).index(self.rule), self.param, self.master, *states, *scales, self.steps, self.table
-
-
+@dataclass(eq=False, repr=False)
 class Step:
     """One step of an update rule, in place, for every slot that has a gradient; checked once, called often.
 
@@ -134,34 +113,37 @@ class Step:
         backend: A backend by name; the fastest available by default.
     """
 
-    def __init__(
-        self,
-        rule: str,
-        param: Tensor,
-        states: Sequence[Tensor | None],
-        steps: Tensor,
-        table: Tensor,
-        chunks: ChunkTable,
-        *,
-        master: Tensor | None = None,
-        stochastic_rounding: bool = False,
-        rows: int = 1,
-        scales: Sequence[Tensor | None] = (),
-        backend: str | None = None,
-    ) -> None:
-        arguments = StepArguments(rule, param, states, scales, steps, table, chunks, master, stochastic_rounding, rows)
-        _check_arguments(arguments)
-        self.chunks, self._table, self._rows = chunks, table, rows
-        self.backend = resolve(param.device, backend)
+    rule: str
+    param: Tensor
+    states: Sequence[Tensor | None]
+    steps: Tensor
+    table: Tensor
+    chunks: ChunkTable
+    _: KW_ONLY
+    master: Tensor | None = None
+    stochastic_rounding: bool = False
+    rows: int = 1
+    scales: Sequence[Tensor | None] = ()
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_arguments(self)
+        self.backend = resolve(self.param.device, self.backend)
         bind_step = implementation(self.backend, "step").bind_step
-        self._run: Callable[[MatchedGradients, Scalars], None] = bind_step(arguments)
+        self._run: Callable[[MatchedGradients, Scalars], None] = bind_step(self)
+
+    @property
+    def flats(self) -> tuple[Any, ...]:
+        """The first arguments of the compiled operator."""
+        states, scales = [*self.states, None, None][:3], [*self.scales, None, None][:2]
+        return list(STATES).index(self.rule), self.param, self.master, *states, *scales, self.steps, self.table
 
     def __call__(self, grads: MatchedGradients, scalars: Scalars = NO_SCALARS) -> None:
         """Run one step with ``grads``, one for each slot, made by ``chunks.match``."""
         if len(grads.table) != len(self.chunks.entries):
             raise ValueError(f"the chunk table has {len(self.chunks.entries)} slots, got {len(grads.table)} gradients")
         if scalars is not NO_SCALARS:
-            _check_scalars(scalars, self._table, self._rows)
+            _check_scalars(scalars, self.table, self.rows)
         self._run(grads, scalars)
 
 
@@ -183,7 +165,7 @@ def grad_norm(
     return norms.squeeze(0) if rows is None else norms
 
 
-def _check_arguments(given: StepArguments) -> None:
+def _check_arguments(given: Step) -> None:
     """Raise before a kernel reads or writes memory that is not there."""
     rule, param, chunks, rows = given.rule, given.param, given.chunks, given.rows
     if rule not in STATES:
@@ -219,7 +201,7 @@ def _check_arguments(given: StepArguments) -> None:
         _check_device(name, buffer, param.device)
 
 
-def _check_states(given: StepArguments) -> None:
+def _check_states(given: Step) -> None:
     names = STATES[given.rule]
     if len(given.states) != len(names) or len(given.scales) > len(names):
         raise ValueError(
@@ -246,7 +228,7 @@ def _check_states(given: StepArguments) -> None:
         raise ValueError(f"only bf16 and fp16 parameters have a master, these are {given.param.dtype}")
 
 
-def _buffers(given: StepArguments) -> Iterator[tuple[str, Tensor, tuple[torch.dtype, ...], Sequence[int]]]:
+def _buffers(given: Step) -> Iterator[tuple[str, Tensor, tuple[torch.dtype, ...], Sequence[int]]]:
     """Yield each buffer that is given, with its name and the dtypes and the shape that it must have."""
     param, names = given.param, STATES[given.rule]
     float32, blocks = (torch.float32,), BLOCKS_PER_CHUNK * len(given.chunks.chunks)

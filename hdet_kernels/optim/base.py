@@ -471,7 +471,7 @@ class HyperparameterWriter:
     def write(self) -> None:
         """Bring the hyperparameters to the devices."""
         groups = self.optimizer.param_groups
-        if self._written is None or any(map(_has_per_replica, groups)):
+        if self._written is None or any(PER_REPLICA in group for group in groups):
             self._write_all()
             return
         values = list(map(self._values_of, groups))
@@ -514,10 +514,6 @@ class HyperparameterWriter:
         for table in self._tables:
             table.write(table_rows)
         self.state_views.update_names()
-
-
-def _has_per_replica(group: Group) -> bool:
-    return PER_REPLICA in group
 
 
 def _are_same(values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

@@ -5,18 +5,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from hdet_kernels.controller.protocol import ExplainingController, Findings, Observation, Run, State
+from hdet_kernels.controller.protocol import (
+    ExplainingController,
+    Findings,
+    Observation,
+    Run,
+    State,
+    TryingController,
+)
 from hdet_kernels.fanout.spread import Spread
 
 log = logging.getLogger("hdet_kernels")
 
 ReturnKind = Literal["return", "trial", "back"]
-ActKind = Literal["return", "trial", "back", "won", "move", "found"]
+ActKind = Literal["return", "trial", "back", "won", "lost", "move", "found"]
 
 #: Acts that are events of a run. The others move values little by little, at sync after sync.
-EVENTS = ("return", "trial", "back", "won", "found")
+EVENTS = ("return", "trial", "back", "won", "lost", "found")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, for a sync; and what it goes back to if a trial is no better.
+
+    Args:
+        origin: steps that were made before the schedule began, or began again.
+        step: steps of that schedule that were made.
+        position: the step of the whole schedule that they had come to; see :attr:`.Cycle.position`.
+        run: the run over the steps since the origin.
+        state: the controller's state.
+    """
+
+    origin: int
+    step: int
+    position: float
+    run: Run
+    state: State
 
 
 @dataclass(frozen=True)
@@ -35,7 +61,7 @@ class Return:
     run: Run
     number: int
     most: int
-    to: Any = None
+    to: Progress | None = None
 
     def words(self, offset: int) -> str:
         """Say what the replicas returned to. ``offset``: steps before step 0 of the run that ends here."""
@@ -53,6 +79,7 @@ class Act:
     Args:
         kind: ``"return"``: all replicas returned to the start, with lower learning rates; ``"trial"``: the same, to
             compare; ``"back"``: a trial was no better, and they went back; ``"won"``: it was better, and goes on;
+            ``"lost"``: it was no better, and goes on because it cannot be undone;
             ``"move"``: values were moved by a little; ``"found"``: a scouting phase found the learning rate.
         why: one sentence: the step, the reason with its numbers, old and new values, and what is left.
     """
@@ -111,14 +138,17 @@ def explained(
         returned = undone is not None
         findings = controller.findings(run, before.state, spread.controller_state, seen, returned=returned)
     changes = _changes(spread, run, before, anew=undone is not None)
-    won = undone is None and before.state.get("trial") is not None and spread.controller_state.get("trial") is None
-    if not changes and undone is None and not won:
+    ended = undone is None and before.state.get("trial") is not None and spread.controller_state.get("trial") is None
+    if not changes and undone is None and not ended:
         return findings, None
     why = cause or (findings.why if findings else "") or f"by {type(controller).__name__}"
     sentence = f"step {offset + seen.step}: {why}: "
-    if won:
+    if ended:
+        lost = isinstance(controller, TryingController) and controller.worse(run, before.state, seen)
+        goes_on = "it cannot be undone, and the run goes on with it" if lost else "the run goes on with it"
         peaks = peak_words(peaks_of(spread, run, [hyper.name for hyper in spread.hyperparameters]) or {})
-        return findings, Act("won", sentence + ", ".join(filter(None, ["the run goes on with it", peaks, *changes])))
+        words = ", ".join(filter(None, [goes_on, peaks, *changes]))
+        return findings, Act("lost" if lost else "won", sentence + words)
     if undone is None:
         return findings, Act("move", sentence + ", ".join(changes))
     left = f"{undone.most - undone.number} of {undone.most} returns left"

@@ -41,6 +41,12 @@ from hdet_kernels.stack import ReplicaStack
 GradientMode = Literal["auto", "shared", "local"]
 Probe = Callable[[], Loss]
 
+#: The arguments of torch's ``OneCycleLR`` after the optimizer.
+_ONE_CYCLE = (
+    *("max_lr", "total_steps", "epochs", "steps_per_epoch", "pct_start", "anneal_strategy", "cycle_momentum"),
+    *("base_momentum", "max_momentum", "div_factor", "final_div_factor", "three_phase", "last_epoch"),
+)
+
 #: Keywords of the schedulers that are fields of :class:`hdet_kernels.Averaging` now, and the fields.
 _IN_AVERAGING = {
     **{name: name for name in ("compress", "overlap_steps", "backup", "bucket_bytes", "outer", "merge")},
@@ -116,6 +122,11 @@ class Options:
             seed=check_whole("seed", self.seed),
         )
 
+    @staticmethod
+    def among(given: Mapping[str, Any]) -> Options:
+        """Return the options among the arguments of a scheduler, by name."""
+        return Options(**{field.name: given[field.name] for field in fields(Options)})
+
     @property
     def average(self) -> Averaging:
         return Averaging() if self.averaging is None else self.averaging
@@ -148,24 +159,24 @@ def refuse_unknown(given: Mapping[str, object], where: str) -> None:
         raise TypeError(f"{where}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def one_cycle_arguments(
-    optimizer: Optimizer, max_lr: object, lengths: dict[str, object], **given: object
-) -> dict[str, Any]:
+def one_cycle_arguments(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of torch's ``OneCycleLR`` as plain numbers; raise for those that torch takes or trips over.
 
-    Learning rates and momenta that are tensors stay tensors: torch computes in their precision. ``max_lr`` stays None.
+    ``given`` are the arguments of a scheduler by name, ``optimizer`` its innermost one. Learning rates and momenta that
+    are tensors stay tensors: torch computes in their precision. ``max_lr`` stays None.
     """
     check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    count = len(optimizer.param_groups)
+    count, max_lr = len(optimizer.param_groups), given["max_lr"]
     if isinstance(max_lr, list | tuple) and any(rate is None for rate in max_lr):
         raise TypeError(
             f"max_lr must be a number for each parameter group, or None for all of them, got {spell(max_lr)}: with "
             "None the groups keep the ratios of their learning rates in the optimizer"
         )
+    lengths = {name: given[name] for name in ("total_steps", "epochs", "steps_per_epoch")}
     checked: dict[str, Any] = {
+        **{name: given[name] for name in _ONE_CYCLE},
         "max_lr": None if max_lr is None else _per_group("max_lr", max_lr, count, at_least=0),
         **{name: None if value is None else check_steps(name, value) for name, value in lengths.items()},
-        **given,
         "pct_start": check_share("pct_start", given["pct_start"]),
         "last_epoch": check_whole("last_epoch", given["last_epoch"], at_least=-1, remedy="-1 is a new run"),
     }

@@ -138,7 +138,7 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
         controller,
         ensemble,
         seed=options.seed,
-        scheduled=learning_rates(optimizer),
+        scheduled=rates_of(groups),
         run=run,
         peaks=peaks,
     )
@@ -272,11 +272,6 @@ def _with_peaks(
     if played is None:
         return replace(run, peaks=tuple(peaks)), highest
     return replace(run, peaks=tuple(peaks), end=played.end, peak=played.peak), highest
-
-
-def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """Return the learning rates of the groups; tensors as copies."""
-    return rates_of(optimizer.param_groups)
 
 
 def ensemble_of(groups: Sequence[Group], given: Ensemble | None) -> Ensemble:

@@ -36,13 +36,13 @@ from hdet_kernels.converge import (
 from hdet_kernels.converge.handshake import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
-from hdet_kernels.schedule.acts import Act, Before, Return, explained, peaks_of
+from hdet_kernels.schedule.acts import Act, Before, Progress, Return, explained, peaks_of
 from hdet_kernels.schedule.arguments import GradientMode, Probe
 from hdet_kernels.schedule.gradients import Displacement, fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
-from hdet_kernels.schedule.undo.undoing import Progress, Undoing
+from hdet_kernels.schedule.undo.undoing import Undoing
 
 log = logging.getLogger("hdet_kernels")
 
@@ -591,7 +591,7 @@ def _recover(cycle: Cycle, step: int, applied: int, placed: Placement, none: Non
     undone = cycle.undoing.go_back(cycle.run, seen, landed=applied)
     cause = f"no replica is sound; not finite: {none.found}"
     findings, act = explained(cycle.spread, cycle.run, before, seen, undone, offset=cycle.offset, cause=cause)
-    outcome = Outcome.of_none(none.agreement, handshake_cost(cycle.ensemble), 0.0)
+    outcome = Outcome.of(none.agreement, None, handshake_cost(cycle.ensemble), 0.0)
     _record(cycle, step, applied, _kind(cycle, step), placed, outcome, undone, findings, act)
 
 

@@ -79,7 +79,8 @@ class SyncRecord:
             is not known. Of a sharded replica that of the shard in this process.
         act: what the controller did: ``"return"`` (all replicas returned to the start, with lower learning rates),
             ``"trial"`` (the same, to compare), ``"back"`` (a trial was no better), ``"won"`` (it was better),
-            ``"move"`` (values were moved by a little); None: nothing was moved.
+            ``"lost"`` (it was no better, and could not be undone), ``"move"`` (values were moved by a little); None:
+            nothing was moved.
         why: what it did and why, in one sentence, as it was logged: the step, the sign and its numbers, old and new
             values, and how many are left; None: nothing was moved.
         judgement: the numbers that the controller judged this sync by; None where it does not act or tells none. Those

@@ -26,6 +26,7 @@ from hdet_kernels.controller.protocol import Controller
 from hdet_kernels.converge import Averaging
 from hdet_kernels.ensemble import Ensemble, announced_size
 from hdet_kernels.fanout.explore import Explore, TieGroups, saved_ties
+from hdet_kernels.fanout.spread import rates_of
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule import checkpoint, checkpoint_checks
@@ -58,7 +59,6 @@ from hdet_kernels.schedule.build import (
     build_cycle,
     built_state,
     ensemble_of,
-    learning_rates,
     name_few_looks,
     name_one_replica,
     one_cycle_at,
@@ -370,7 +370,7 @@ class WithCycle:
         cycle = self.cycle
         for group, rate in zip(self._inner.param_groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         cycle.write()
         cycle.publish()
 
@@ -385,7 +385,7 @@ class WithCycle:
         cycle.history, cycle.window = before.history, before.window
         cycle.write()
         self._cycle = cycle
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         self._attach()
         cycle.publish()
 
@@ -511,37 +511,10 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         scout: ScoutSettings | None = None,
         **unknown: Never,
     ) -> None:
+        given = locals()
         refuse_unknown(unknown, type(self).__name__)
-        self._options = Options(
-            spread=spread,
-            sync_every=sync_every,
-            auto_lr=auto_lr,
-            trust=trust,
-            probe=probe,
-            explore=explore,
-            tie_groups=tie_groups,
-            gradients=gradients,
-            ensemble=ensemble,
-            averaging=averaging,
-            model=model,
-            seed=seed,
-            history_file=history_file,
-            scout=scout,
-        )
-        self._arguments = one_cycle_arguments(
-            unwrapped(optimizer),
-            max_lr,
-            {"total_steps": total_steps, "epochs": epochs, "steps_per_epoch": steps_per_epoch},
-            pct_start=pct_start,
-            anneal_strategy=anneal_strategy,
-            cycle_momentum=cycle_momentum,
-            base_momentum=base_momentum,
-            max_momentum=max_momentum,
-            div_factor=div_factor,
-            final_div_factor=final_div_factor,
-            three_phase=three_phase,
-            last_epoch=last_epoch,
-        )
+        self._options = Options.among(given)
+        self._arguments = one_cycle_arguments(unwrapped(optimizer), given)
         check_scout_used(max_lr is None, scout)
         self.optimizer = outermost(optimizer)
         with untouched_on_error(self.optimizer):
@@ -556,7 +529,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 self._cycle.write()
             else:
                 self._phase = self._new_phase(self._scouted)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         self._built()
 
     @property
@@ -583,7 +556,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             phase.end_step(loss)
             if phase.scouted.found is not None:
                 self._begin_run(phase.scouted)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         else:
             cycle = self._cycle
             changed = cycle.end_step(loss, self.total_steps)
@@ -645,7 +618,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         self._cycle.history = history
         self._phase = self._new_phase(self._scouted)
         self._phase.replace(before)
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         self._attach()
 
     def _begin_run(self, scouted: Scouted) -> None:
@@ -666,7 +639,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may build the phase again
-        schedule = self._schedule_state() if self._phase is None else self._phase.schedule_state()
+        schedule = self._schedule_state() if self._phase is None else copy.deepcopy(self._phase.schedule.state_dict())
         state = {**schedule, "hdet": checkpoint.packed(checkpoint.state_of(cycle))}
         if self._scouted is not None:
             state["scout"] = checkpoint.packed(checkpoint.scout_state(self._scouted, self._phase))
@@ -710,7 +683,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 self._phase.scouted = scouted
                 checkpoint.restore(self.cycle, hdet)
                 self._phase.load_state_dict(checkpoint.to_plain(phase), schedule)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         self.cycle.steps.begin_anew()
 
 
@@ -754,23 +727,9 @@ class HDETScheduler(WithCycle, LRScheduler):
         scout: ScoutSettings | None = None,
         **unknown: Never,
     ) -> None:
+        given = locals()
         refuse_unknown(unknown, type(self).__name__)
-        self._options = Options(
-            spread=spread,
-            sync_every=sync_every,
-            auto_lr=auto_lr,
-            trust=trust,
-            probe=probe,
-            explore=explore,
-            tie_groups=tie_groups,
-            gradients=gradients,
-            ensemble=ensemble,
-            averaging=averaging,
-            model=model,
-            seed=seed,
-            history_file=history_file,
-            scout=scout,
-        )
+        self._options = Options.among(given)
         check_scout_used(False, scout)
         self._total_steps = None if total_steps is None else check_steps("total_steps", total_steps)
         if isinstance(base_scheduler, ReduceLROnPlateau):
@@ -793,7 +752,7 @@ class HDETScheduler(WithCycle, LRScheduler):
             own_values_back(self._inner)
             self._cycle = self._new_cycle()
             self._cycle.write()
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         self._built()
 
     def _new_cycle(self) -> Cycle:
@@ -834,10 +793,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
         cycle = self.cycle
-        origin = cycle.origin
         changed = cycle.end_step(loss, last_step)
-        if cycle.origin != origin:
-            self._name_schedule_that_goes_on()
         groups = self._inner.param_groups
         # Chainable schedulers compute the next learning rate from the current one: give them their own back.
         if cycle.origin:
@@ -846,7 +802,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         self.base_scheduler.step()
         for group, rate in zip(groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = learning_rates(self._inner)
+        self._last_lr = rates_of(self._inner.param_groups)
         if changed:
             cycle.write()
         cycle.publish()
@@ -859,35 +815,21 @@ class HDETScheduler(WithCycle, LRScheduler):
         """Return the learning rates of the wrapped schedule, which has made its step, where the cycle is now.
 
         Where the run began again, OneCycleLR is computed there, and others are read from what was played ahead. One
-        that could not be played goes on, below a warm-up.
+        that was not played from the first step of the run goes on, below a warm-up.
         """
-        now, cycle = learning_rates(self._inner), self.cycle
+        now, cycle = rates_of(self._inner.param_groups), self.cycle
         if not cycle.origin:
             return now
         if isinstance(self.base_scheduler, OneCycleLR):
             return one_cycle_at(self.base_scheduler, cycle.position)
-        if self._played is not None and self._begins_again:
+        if self._played is not None and self._played.first <= cycle.first:
             return self._played.at(cycle.position - self._played.first, like=now)
-        return below_warm_up(now, self._inner.param_groups, cycle)
-
-    @property
-    def _begins_again(self) -> bool:
-        """Whether the wrapped schedule can begin again, as OneCycleLR and what was played from the first step can."""
-        if isinstance(self.base_scheduler, OneCycleLR):
-            return True
-        return self._played is not None and self._played.first <= self.cycle.first
-
-    def _begin_schedule_again(self) -> None:
-        self._name_schedule_that_goes_on()
-        super()._begin_schedule_again()
-
-    def _name_schedule_that_goes_on(self) -> None:
-        """Warn, where the run begins anew and did not go back, if the wrapped schedule does not."""
-        if self.cycle.first_process and not self._begins_again and not self.cycle.step:
+        if cycle.first_process and not cycle.step:  # the run begins anew now
             log.warning(
                 "%s cannot be played from the first step of the run, and goes on where it is, below a warm-up",
                 type(self.base_scheduler).__name__,
             )
+        return below_warm_up(now, self._inner.param_groups, cycle)
 
     def state_dict(self) -> dict[str, Any]:
         cycle = self.cycle  # first, because it may write other learning rates
@@ -909,7 +851,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
             checkpoint.restore(self.cycle, hdet)
             write_momentum(base, self.cycle.position)
-            self._last_lr = learning_rates(self._inner)
+            self._last_lr = rates_of(self._inner.param_groups)
         self.cycle.steps.begin_anew()
 
 

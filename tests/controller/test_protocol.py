@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdet_kernels import HypergradientController, RegressionController, SoftmaxController
-from hdet_kernels.controller.protocol import Controller, Observation, Run, check_controller, returns_allowed
+from hdet_kernels.controller.protocol import Controller, Observation, Run, check_controller
 from hdet_kernels.controller.regression import grid
 from tests.controller.cases import NAN, PROPERTY, RUN, fan, observe
 
@@ -171,11 +171,6 @@ class TestCheckController:
                 ValueError, match=f"undo of Undoing must be a whole number of at least 0, .* got {wrong}"
             ):
                 check_controller(Undoing(undo=wrong))
-
-    def test_how_many_returns_are_allowed(self) -> None:
-        assert [returns_allowed(each) for each in (Undoing(undo=2), Undoing(undo=0), SoftmaxController(), None)] == [
-            *(2, 0, 0, 0),
-        ]
 
 
 @dataclasses.dataclass(frozen=True)

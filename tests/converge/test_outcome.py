@@ -25,7 +25,7 @@ from tests.training import Trainer
 def test_probes_are_compared_where_there_are_any_and_bad_replicas_have_no_loss() -> None:
     for probes, expected in (([3.0, 4.0], [3.0, math.nan]), ([math.nan, math.nan], [1.0, math.nan])):
         seen = agreement(healthy=[True, False], losses=[1.0, 2.0], probes=probes, shared=None)
-        np.testing.assert_array_equal(Outcome.of_none(seen, Cost(), 0.0).compared, expected)
+        np.testing.assert_array_equal(Outcome.of(seen, None, Cost(), 0.0).compared, expected)
 
 
 def by_hand(replicas: list[Tensor]) -> float:

@@ -192,6 +192,19 @@ def test_no_finite_replica_in_a_trial_is_a_break() -> None:
     assert acts(stack(Trying(undo=1, no_better=(8,))).train(TOTAL)) == [None] * 4
 
 
+def test_a_trial_that_is_no_better_and_cannot_go_back_has_not_won() -> None:
+    run = stack(Trying(no_better=(8,), better=(8,))).train(SYNC + 2)
+    undoing = run.scheduler.cycle.undoing
+    undoing.start.drop()
+    undoing.aside.drop()
+    run.train(TOTAL - SYNC - 2)
+    assert acts(run) == ["trial", "lost", None, None]
+    lost = run.scheduler.history[1]
+    assert "step 8: by Trying: it cannot be undone, and the run goes on with it" in (lost.why or "")
+    assert lost.event == lost.why
+    assert lost.undone is None
+
+
 def test_a_trial_that_the_controller_can_no_longer_end_keeps_nothing() -> None:
     run = stack(Trying()).train(2 * SYNC)
     assert run.scheduler.cycle.undoing.aside.step == SYNC
@@ -240,7 +253,7 @@ LOST = Cases(2, _lost, [], full=[("aside",), ("start",)])
 def test_ranks_that_do_not_hold_the_same_copies_do_not_return_to_them(which: str) -> None:
     first, second = LOST[(which,)]
     later = "return" if which == "aside" else None
-    assert first[0] == second[0] == ["trial", "won", later, None]
+    assert first[0] == second[0] == ["trial", "lost", later, None]
     assert not first[1]
     assert not second[1]
     assert same(first[2], second[2])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients, flat_gradients
-from hdet_kernels.ops.step import STATES, Scalars, StepArguments
+from hdet_kernels.ops.step import STATES, Scalars, Step
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import (
     SIGNED_STATES,
@@ -29,20 +29,20 @@ from hdet_kernels.split_master import split
 from hdet_kernels.tensors import in_full, wide_dtype
 
 
-def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
-    """Return a function that runs the step on given gradients and scalars."""
-    chunks = arguments.chunks
+def bind_step(step: Step) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs ``step`` on given gradients and scalars."""
+    chunks = step.chunks
     offsets = [slot.offset for slot in chunks.entries]
     of_scales = first_scales(slot.numel for slot in chunks.entries)
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
-        _step(arguments, scalars, chunks.point_at(grads), offsets, of_scales, flat_gradients(grads))
+        _step(step, scalars, chunks.point_at(grads), offsets, of_scales, flat_gradients(grads))
 
     return run
 
 
 def _step(
-    given: StepArguments,
+    given: Step,
     scalars: Scalars,
     gradients: Tensor,
     offsets: Sequence[int],

@@ -25,7 +25,7 @@ from hdet_kernels.ops.chunks import (
     ChunkTable,
     MatchedGradients,
 )
-from hdet_kernels.ops.step import Scalars, StepArguments
+from hdet_kernels.ops.step import Scalars, Step
 from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import BLOCK as STATE_BLOCK
 from hdet_kernels.ops.triton.companding import centred_noise
@@ -297,15 +297,15 @@ def _random(quad, mine, RANDOM: tl.constexpr):
     return random
 
 
-def bind_step(arguments: StepArguments) -> Callable[[MatchedGradients, Scalars], None]:
-    """Return a function that runs the step on given gradients and scalars."""
+def bind_step(step: Step) -> Callable[[MatchedGradients, Scalars], None]:
+    """Return a function that runs ``step`` on given gradients and scalars."""
     known: tuple[object, list[int]] = (None, [])  # the gradient table of the last step, and the dtypes in it
 
     def run(grads: MatchedGradients, scalars: Scalars) -> None:
         nonlocal known
         if grads.table is not known[0]:
             known = grads.table, dtypes_of(grads)
-        _step(arguments, scalars, arguments.chunks.point_at(grads), known[1])
+        _step(step, scalars, step.chunks.point_at(grads), known[1])
 
     return run
 
@@ -316,7 +316,7 @@ def dtypes_of(grads: MatchedGradients) -> list[int]:
     return np.flatnonzero(np.bincount(to_read)).tolist()
 
 
-def _step(given: StepArguments, scalars: Scalars, gradients: Tensor, dtypes: Sequence[int]) -> None:
+def _step(given: Step, scalars: Scalars, gradients: Tensor, dtypes: Sequence[int]) -> None:
     """Take a step with gradients of dtypes number ``dtypes``, given their table on the device."""
     _, param, *flats, scales0, scales1, steps, table = given.flats
     slots, chunks, rows = given.chunks.slots, given.chunks.chunks, given.rows

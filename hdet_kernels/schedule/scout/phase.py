@@ -8,7 +8,6 @@ of its own. All of them begin at the start of the run, and return to it after th
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -479,10 +478,6 @@ class Scouting:
                 self.in_consensus = False
 
     # Checkpoints
-
-    def schedule_state(self) -> dict[str, Any]:
-        """Return a copy of the state of torch's schedule."""
-        return copy.deepcopy(self.schedule.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as plain values and tensors that ``weights_only=True`` loads."""

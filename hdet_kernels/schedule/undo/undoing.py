@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet_kernels.controller.protocol import (
-    Observation,
-    Run,
-    State,
-    TryingController,
-    UndoingController,
-    returns_allowed,
-)
+from hdet_kernels.controller.protocol import Observation, Run, State, TryingController, UndoingController
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.schedule.acts import Return, ReturnKind
+from hdet_kernels.schedule.acts import Progress, Return, ReturnKind
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.gradients import Displacement
 from hdet_kernels.schedule.undo.copies import KeptTensors, Place, copy_all, reset_others, state_pairs, whole_state
@@ -308,25 +301,6 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come, for a sync; and what it goes back to if a trial is no better.
-
-    Args:
-        origin: steps that were made before the schedule began, or began again.
-        step: steps of that schedule that were made.
-        position: the step of the whole schedule that they had come to; see :attr:`.Cycle.position`.
-        run: the run over the steps since the origin.
-        state: the controller's state.
-    """
-
-    origin: int
-    step: int
-    position: float
-    run: Run
-    state: State
-
-
 def _steps_left(run: Run, landed: int) -> bool:
     """Return whether a schedule can begin again, or go on, over the steps that remain after ``landed``."""
     return run.total_steps is None or run.total_steps - landed >= FEWEST_LEFT
@@ -370,7 +344,7 @@ class Undoing:
             buffers: returns the buffers of the model, which are kept too.
         """
         controller = spread.controller
-        if not isinstance(controller, UndoingController) or not returns_allowed(controller):
+        if not isinstance(controller, UndoingController) or not controller.undo:
             return None
         on: Place = getattr(controller, "undo_on", "auto")
         copies = (KeptStart(optimizer, converger, displacement, buffers, on) for _ in range(2))
