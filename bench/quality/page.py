@@ -69,6 +69,8 @@ def text(reports: Sequence[Report]) -> str:
         goals=bars_table(found),
         sensitivity=sensitivity_table(found),
         designs=designs_table(designs.read()),
+        trust=trust_table(found, zoo.records),
+        search=search_table(zoo.records),
         by_task=tasks_table(found),
         scalars="\n\n".join(filter(None, map(scalars_table, reports))),
     )
@@ -140,29 +142,34 @@ def search_table(records: Sequence[Record]) -> str:
 
 
 def trust_table(found: Excesses, records: Sequence[Record]) -> str:
-    """Return the mean excess from each start, by trust, and what is expected of it; empty without such runs.
+    """Return the excess from each start, by trust, and what is expected of it; empty without such runs.
 
-    Expected by a user whose error is log-normal with a factor of three. Training losses only; tasks that overfit, and
-    those without a run of each trust from each start, are left out.
+    Expected by a user whose error is log-normal with a factor of three, over the starts that every trust has. Training
+    losses only, and the tasks that have runs of each trust from the best learning rate and above; tasks that overfit
+    are left out.
     """
     runs = {3.0: select(records, kind="start", method="hdet", probe=False)}
     runs |= {
         trust: [run for run in select(records, kind="trust") if run["options"]["trust"] == trust] for trust in TRUSTS
     }
     by_trust = {trust: found.of_runs([{**run, "kind": "start"} for run in some]) for trust, some in runs.items()}
-    means = {(trust, start): one.means(TRAINING, start) for trust, one in by_trust.items() for start in TRUST_STARTS}
-    tasks = set.intersection(*map(set, means.values())) & GROUPS["most tasks"]
+    starts = sorted(TRUST_STARTS)
+    means = {f"{trust:g}": [one.means(TRAINING, start) for start in starts] for trust, one in by_trust.items()}
+    high = [of_start for cells in means.values() for of_start in cells[starts.index(1.0) :]]
+    tasks = set.intersection(*map(set, high)) & GROUPS["most tasks"]
     if not tasks:
         return ""
-    starts = sorted(TRUST_STARTS)
-    weights = np.exp(-0.5 * (np.log(starts) / np.log(3.0)) ** 2)
+    common = [at for at in range(len(starts)) if all(tasks <= cells[at].keys() for cells in means.values())]
+    weights = np.exp(-0.5 * (np.log([starts[at] for at in common]) / np.log(3.0)) ** 2)
     rows = []
-    for trust in by_trust:
-        values = [[means[trust, start][task] for task in tasks] for start in starts]
-        cells = [" / ".join(map(percent, (median(some), fmean(some), max(some)))) for some in values]
-        expected = np.average([fmean(some) for some in values], weights=weights)
-        rows.append([f"{trust:g} ({len(tasks)} tasks)", *cells, percent(expected)])
-    return table(["trust", *map(start_name, starts), "expected"], rows)
+    for trust, cells in {"plain": [found.means(PLAIN, start) for start in starts], **means}.items():
+        values = [[cell[task] for task in tasks] if tasks <= cell.keys() else [] for cell in cells]
+        figures = [(median(some), fmean(some), max(some)) if some else () for some in values]
+        shown = [" / ".join(map(percent, cell)) or NOTHING for cell in figures]
+        complete = all(values[at] for at in common)
+        expected = np.average([fmean(values[at]) for at in common], weights=weights) if complete else None
+        rows.append([trust, *shown, NOTHING if expected is None else percent(expected)])
+    return table([f"trust ({len(tasks)} tasks)", *map(start_name, starts), "expected"], rows)
 
 
 def losses_table(report: Report) -> str:

@@ -164,7 +164,7 @@ class Soundness:
     ask for a larger one: they come earliest, before much is lost, and are judged while the learning rate climbs. The
     losses have lost, for good, a large part of what was gained.
 
-    First slopes that ask for a smaller one with less certainty raise a doubt: a lower learning rate is tried.
+    First slopes that ask for a smaller one with less certainty raise a doubt: once, a lower learning rate is tried.
 
     Args:
         initial: level (mean loss of the replicas) at the first sync.
@@ -607,7 +607,12 @@ class RegressionController(SlopeController):
         return self._course_after(run, state, seen)
 
     def _doubt(self, run: Run, state: State, seen: Observation) -> str | None:
-        """Return in words why the learning rate is in doubt at this sync; None if it is not."""
+        """Return in words why the learning rate is in doubt at this sync; None if it is not.
+
+        Only the given one is ever in doubt. Of 44 trials after a return, 35 were lost.
+        """
+        if state["ceiling"][_rates(run)[0]] is not None:
+            return None
         course = self._course_at(run, state, seen)
         ends = self._moves_rates_at(run.rest(seen.step), seen.step)  # the trial, while it can still be judged
         if course is None or not ends or not course.doubtful(self.settings):

@@ -123,11 +123,16 @@ class TestTrials:
         assert run.mu == run.state["ceiling"] == pytest.approx([-CUT, -CUT])
         assert run.state["trial"] is None
 
-    def test_that_are_in_doubt_themselves_are_followed_by_others(self) -> None:
-        """After 1100 steps another one would not end before the peak of the schedule."""
-        run = self.played(again=True)
-        assert (run.returns, run.backs) == ([self.FIRST, 2 * self.FIRST, 3 * self.FIRST], [])
-        assert run.mu == pytest.approx([-3 * CUT] * 2)
+    def test_that_are_in_doubt_themselves_are_better_and_are_not_doubted_again(self) -> None:
+        """Only the given learning rate is: with a sixth of it the run goes on, however its slopes look."""
+        run = self.played(again=True, better=-5.0)
+        assert (run.returns, run.backs, run.aside) == ([self.FIRST], [], None)
+        assert run.mu == run.state["ceiling"] == pytest.approx([-CUT, -CUT])
+
+    def test_do_not_follow_a_return(self) -> None:
+        run = self.played(again=True, broken=200)
+        assert (run.returns, run.backs) == ([200], [])
+        assert run.mu == pytest.approx([-CUT, -CUT])
 
     def test_that_break_leave_nothing_to_go_back_to(self) -> None:
         run = self.played(broken=500)
