@@ -611,7 +611,7 @@ class RegressionController(SlopeController):
 
         Only the given one is ever in doubt. Of 44 trials after a return, 35 were lost.
         """
-        if state["ceiling"][_rates(run)[0]] is not None:
+        if any(state["ceiling"][rate] is not None for rate in _rates(run)):
             return None
         course = self._course_at(run, state, seen)
         ends = self._moves_rates_at(run.rest(seen.step), seen.step)  # the trial, while it can still be judged
