@@ -29,6 +29,7 @@ from hdet_kernels.optim import (
     FusedMuon,
     FusedRowWiseAdagrad,
     FusedSGD,
+    InBackward,
 )
 from hdet_kernels.schedule.schedulers import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
@@ -50,6 +51,7 @@ __all__ = [
     "HDETOneCycleLR",
     "HDETScheduler",
     "HypergradientController",
+    "InBackward",
     "Outer",
     "ProcessEnsemble",
     "RegressionController",

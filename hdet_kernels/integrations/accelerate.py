@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from hdet_kernels.checks import spell
 from hdet_kernels.ensemble import announced_size
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule.losses import Loss
 from hdet_kernels.schedule.schedulers import WithCycle
 
@@ -122,6 +123,12 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
             _check_length(accelerator, thing, lengths, [_length(result) for result in results])
         elif isinstance(thing, PreparedScheduler):
             results[index] = accelerator.prepare_scheduler(thing)
+    models = [result for result in results if isinstance(result, nn.Module)]
+    for optimizer in (thing.cycle.optimizer for thing in objects if isinstance(thing, WithCycle)):
+        if isinstance(optimizer, FusedOptimizer):
+            own = {param for group in optimizer.param_groups for param in group["params"]}
+            model = next((each for each in models if not own.isdisjoint(each.parameters())), None)
+            optimizer.follow_trainer(model=model, accumulates=lambda: not accelerator.sync_gradients)
     _save_the_average(accelerator)
     return results[0] if len(results) == 1 else tuple(results)
 

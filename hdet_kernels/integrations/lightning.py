@@ -120,6 +120,10 @@ class HDET(_Callback):
             if trainer.gradient_clip_val and _scaler(trainer) is not None and isinstance(optimizer, FusedOptimizer):
                 # Lightning clips gradients that it unscaled itself, and refuses optimizers that unscale in step().
                 optimizer._step_supports_amp_scaling = False
+            if isinstance(optimizer, FusedOptimizer):
+                clips = f"gradient_clip_val={trainer.gradient_clip_val}" if trainer.gradient_clip_val else ""
+                accumulates = functools.partial(_accumulates, trainer)
+                optimizer.follow_trainer(model=trainer.strategy.model, accumulates=accumulates, clips=clips)
         if self._choice is not None:
             self._probe = ModuleProbe(self._choice, trainer, pl_module)
             for scheduler in found:
@@ -277,6 +281,13 @@ def check_strategy(strategy: object) -> None:
         raise ValueError(
             f"{name}(model_averaging_period=...) averages the parameters itself, and HDET does too: leave it out"
         )
+
+
+def _accumulates(trainer: Any) -> bool:
+    """Return whether Lightning steps no optimizer after the batch of now, in automatic optimization."""
+    if not trainer.lightning_module.automatic_optimization or trainer.is_last_batch:
+        return False
+    return bool((trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches)
 
 
 class ModuleProbe:

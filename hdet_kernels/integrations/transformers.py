@@ -21,13 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_choice
 from hdet_kernels.integrations.probe import BatchProbe
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler
 from hdet_kernels.schedule.arguments import Probe, refuse_unknown
 from hdet_kernels.schedule.attachment import release
 from hdet_kernels.torch_internals import last_lr, set_last_lr
 
 try:
-    from accelerate.state import AcceleratorState, is_initialized
+    from accelerate.state import AcceleratorState, GradientState, is_initialized
     from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.trainer_utils import SaveStrategy, SchedulerType
@@ -178,6 +179,9 @@ class HDETCallback(TrainerCallback):
         self._leave()  # of a training that an exception ended
         check_replicas(args, model)
         self._scheduler = _checked_scheduler(lr_scheduler, state.max_steps)
+        if isinstance(optimizer := self._scheduler.cycle.optimizer, FusedOptimizer):
+            clips = f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else ""
+            optimizer.follow_trainer(accumulates=lambda: not GradientState().sync_gradients, clips=clips)
         self._stepped, self._averaged_at, self._rates = False, None, None
         self._due = {"save": False, "evaluate": False}
         self.losses = StepLoss()
@@ -498,10 +502,13 @@ class HDETTrainerMixin(_Base):
         """Build the HDET scheduler, unless one was passed to the trainer."""
         if self.lr_scheduler is None:
             given = self.optimizer if optimizer is None else optimizer
+            own = getattr(given, "optimizer", given)  # in accelerate's wrapper
             wrapped = self.model_wrapped if self.model_wrapped is not self.model else self._hdet_wrapped
+            if isinstance(own, FusedOptimizer):
+                own.follow_trainer(model=wrapped)
             self.lr_scheduler = build_scheduler(
                 self.args,
-                getattr(given, "optimizer", given),  # accelerate's wrapper
+                own,
                 num_training_steps,
                 self._hdet_options,
                 model=self.model if wrapped is None else wrapped,

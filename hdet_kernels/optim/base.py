@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
@@ -19,7 +25,7 @@ from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.ops.step import NO_SCALARS
 from hdet_kernels.optim.coded_state import scale_name
-from hdet_kernels.optim.flat_group import FlatGroup, flat_groups_of, total_norm
+from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part, flat_groups_of, joint_norm, total_norm
 from hdet_kernels.optim.group_entries import (
     IMPLEMENTATION_OPTIONS,
     PER_REPLICA,
@@ -29,6 +35,7 @@ from hdet_kernels.optim.group_entries import (
     replica_groups,
     shares_moments,
 )
+from hdet_kernels.optim.in_backward import BackwardSteps
 from hdet_kernels.optim.loading import complete_groups, fit_state, loaded_through, prepare_state_dict, unwrap_tensors
 from hdet_kernels.optim.options import (
     Options,
@@ -41,10 +48,19 @@ from hdet_kernels.optim.options import (
 )
 from hdet_kernels.optim.state_views import StateViews, saved_state
 from hdet_kernels.optim.watch import FixedGradients, ParameterWatch
+from hdet_kernels.sharded import Divided
 from hdet_kernels.tensors import replicas_of, share_gradients
 from hdet_kernels.torch_internals import times_written
 
 Closure = Callable[[], float]
+
+#: Called with pairs of a parameter and its gradient, None where there is none.
+Look = Callable[[Iterable[tuple[Tensor, Tensor | None]]], None]
+
+#: The name in the first saved group of the norm of the last gradients, by which ``clip="previous"`` clips the next.
+PREVIOUS_NORM = "previous_grad_norm"
+
+_gradient_of = attrgetter("grad")  # takes less time than a function that reads it
 
 log = logging.getLogger("hdet_kernels")
 
@@ -77,6 +93,17 @@ class FusedOptimizer(Optimizer):
     #: False while a closure runs: GradScaler refuses closures, so gradients are unscaled there and may be clipped.
     _step_supports_amp_scaling = True
 
+    #: Tells whether the backward pass of now accumulates gradients, which ``in_backward`` is to leave alone: a trainer
+    #: sets it. In a loop of one's own, :meth:`accumulate` says so.
+    accumulates: Callable[[], bool] = staticmethod(lambda: False)
+
+    #: The steps in the backward pass, with ``in_backward``.
+    _early: BackwardSteps | None = None
+
+    #: Of its clipping by the norm before: the norms of the parts of this step, and the norm of the last one.
+    _norms: list[tuple[Tensor, Divided]]
+    _previous_norm: Tensor | None
+
     #: Whether the warning about replaced fixed gradients was logged.
     _warned = False
 
@@ -86,9 +113,10 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None = None, **options: Any
     ) -> None:
-        self.max_grad_norm = max_grad_norm
         self.options = Options(**options)
+        self.max_grad_norm = max_grad_norm
         self._given = options
+        self._watchers: OrderedDict[int, tuple[Callable[[], None], Look]] = OrderedDict()
         self.check_group(defaults)
         if self.options.rounds_stochastically:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
@@ -138,6 +166,8 @@ class FusedOptimizer(Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         check_max_grad_norm(value)
+        if self.options.early is not None:
+            self.options.early.check_max_grad_norm(value)
         self._max_grad_norm = value
         if hasattr(self, "_hyperparameters"):
             self._hyperparameters.invalidate()
@@ -161,26 +191,139 @@ class FusedOptimizer(Optimizer):
         loss = None
         if closure is not None:
             loss = self._run(closure)
+        self.begin_step()
+        parts = [(flat, part) for flat in self._flat_groups for part in flat.parts]
+        early = self._early
+        if early is None:
+            self.step_parts(parts, _gradient_of)
+            return loss
+        early.check_untouched()
+        self.step_parts(parts, early.gradient_left)
+        self._remember_norm()
+        early.end_step()
+        return loss
+
+    def begin_step(self) -> None:
+        """Do what comes before the first parameters of a step: notice what was changed, and write hyperparameters.
+
+        :meth:`step` calls it. With ``in_backward`` it is called once in a step, by what comes first.
+        """
+        if self._early is not None:
+            if self._early.begun:
+                return
+            if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+                raise RuntimeError(
+                    "a GradScaler decides after the backward pass whether to step, and in_backward has begun by then: "
+                    "train in bfloat16 without a GradScaler, or build the optimizer without in_backward"
+                )
+            for begin, _ in self._watchers.values():
+                begin()
         # Everything that can fail comes first: a step happens for all parameters or for none.
         self._notice_regrouped_parameters()
         self._notice_moved_parameters()
         if self._state_views.spot_check_fails():
             self._state_views.adopt()
         self.write_hyperparameters()
-        grads = self._gradients()
-        for flat, present in zip(self._flat_groups, grads, strict=True):
+        if self._early is not None:
+            self._early.begun = True
+
+    def step_parts(self, parts: Sequence[tuple[FlatGroup, Part]], gradient_of: GradientOf) -> None:
+        """Step those parameters of some parts that have a gradient.
+
+        Args:
+            parts: parts of the flat buffers, each with its buffer.
+            gradient_of: returns the gradient of a parameter, or None.
+        """
+        found = self._gradients(parts, gradient_of)
+        for flat, part, present in found:
             if flat.slots_without_entry:
                 self._tell_options_without_effect()
-                self._state_views.add_first_entries(flat, present)
-        norm = total_norm(self._flat_groups, grads) if self._max_grad_norm is not None else None
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        scalars = NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
-        for flat, present in zip(self._flat_groups, grads, strict=True):
+                self._state_views.add_first_entries(flat, part, present)
+        if self._early is not None:
+            for _, look in self._watchers.values():
+                look(pair for _, part, present in found for pair in zip(part.params, present.tensors, strict=True))
+        scalars = self._scalars(found)
+        for flat, part, present in found:
             if present.any:
-                flat.step(present, scalars)
+                flat.step(part, present, scalars)
                 if self.options.advance_versions:
-                    flat.advance_versions(present)
-        return loss
+                    flat.advance_versions(part, present)
+
+    def _scalars(self, found: Sequence[tuple[FlatGroup, Part, MatchedGradients]]) -> ops.Scalars:
+        if self._early is not None:
+            norm = None
+            if self._early.settings.clip == "previous" and self._max_grad_norm is not None:
+                norm = self._previous_norm
+                self._norms += [
+                    (flat.norm(part, own), flat.divided) for flat, part, own in found if own.any or flat.divided
+                ]
+            return NO_SCALARS if norm is None else ops.Scalars(norm=norm)
+        norm = total_norm(found) if self._max_grad_norm is not None else None
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        return NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
+
+    def _remember_norm(self) -> None:
+        """Keep the norm of this step's gradients, with which the next ones are clipped, if it is finite."""
+        norms, self._norms = self._norms, []
+        norm = joint_norm(norms)
+        if norm is None:
+            return
+        if self._previous_norm is None:
+            self._previous_norm = torch.zeros_like(norm)  # clips nothing
+        self._previous_norm.copy_(torch.where(norm.isfinite(), norm, self._previous_norm))
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters are stepped during the backward pass."""
+        return self.options.early is not None
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Let backward passes in a ``with`` block only accumulate gradients: with ``in_backward``, those of all
+        micro-batches but the last. Without ``in_backward`` every backward pass does."""
+        return contextlib.nullcontext() if self._early is None else self._early.accumulate()
+
+    def follow_trainer(
+        self, *, model: nn.Module | None = None, accumulates: Callable[[], bool] | None = None, clips: str = ""
+    ) -> None:
+        """With ``in_backward``, do as a trainer does that wraps the model and accumulates gradients by itself.
+
+        Args:
+            model: the wrapped model, in which a ``DistributedDataParallel`` is looked for.
+            accumulates: tells whether other backward passes follow before ``step()``.
+            clips: the trainer's option that clips gradients after the backward pass, as it was set; empty without one.
+
+        Raises:
+            ValueError: the trainer clips gradients, which are not there any more then.
+        """
+        if (early := self.options.early) is None:
+            return
+        if clips:
+            raise ValueError(
+                f"{clips} clips gradients after the backward pass, and in_backward has used them by then: set it to 0, "
+                'and pass the optimizer max_grad_norm= and in_backward=InBackward(clip="previous"), or leave out '
+                "in_backward"
+            )
+        if accumulates is not None:
+            self.accumulates = accumulates
+        found = () if model is None else model.modules()
+        wrapper = next((module for module in found if isinstance(module, DistributedDataParallel)), None)
+        if wrapper is not None and early.model is None:
+            self.options = replace(self.options, in_backward=replace(early, model=wrapper))
+            self._step_in_backward()
+
+    def watch_backward(self, begin: Callable[[], None], look: Look) -> RemovableHandle:
+        """With ``in_backward``, call ``begin`` when a step begins, and ``look`` with gradients before they are used.
+
+        Args:
+            begin: called once in a step, before anything is written.
+            look: called with pairs of a parameter and its gradient, of which it may read the data. Several calls
+                together have all gradients of a step.
+        """
+        handle = RemovableHandle(self._watchers)
+        self._watchers[handle.id] = begin, look
+        if self._early is not None:
+            self._early.hold_first()
+        return handle
 
     def _tell_options_without_effect(self) -> None:
         # At the first step: until then the model may still be converted.
@@ -300,6 +443,7 @@ class FusedOptimizer(Optimizer):
         if self.shares_state:
             self._state_views.separate()
             self._hyperparameters.invalidate()
+            self._previous_norm = None  # it was one, or one for each replica
 
     def share_state(self) -> None:
         """Give all replicas of a stack one state again: that of the first. The other states are dropped.
@@ -309,12 +453,16 @@ class FusedOptimizer(Optimizer):
         if self.buckets.replicas is not None and not self.shares_state:
             self._state_views.share()
             self._hyperparameters.invalidate()
+            self._previous_norm = None  # it was one, or one for each replica
 
     def state_dict(self) -> dict[str, Any]:
         self._notice_regrouped_parameters()
         if self._state_views.any_replaced():
             self._state_views.adopt()
-        return saved_state(super().state_dict())
+        saved = saved_state(super().state_dict())
+        if self._previous_norm is not None:
+            saved["param_groups"][0][PREVIOUS_NORM] = self._previous_norm.clone()
+        return saved
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # torch refuses other types
@@ -359,12 +507,16 @@ class FusedOptimizer(Optimizer):
         if built:
             self._notice_regrouped_parameters()
             self.rehome()
+        norms = [group.pop(PREVIOUS_NORM, None) for group in state["param_groups"]]
         super().__setstate__(state)
         if built:
             self._state_views.adopt()
             self._hyperparameters.invalidate()
         else:
+            self._watchers = OrderedDict()
             self._build()
+        if norms and norms[0] is not None:
+            self._previous_norm = norms[0].to(self.buckets.flats[0].device, copy=True)
 
     def _check_params(self, group: Group) -> None:
         for index, param in enumerate(group["params"]):
@@ -397,6 +549,17 @@ class FusedOptimizer(Optimizer):
         self._hyperparameters = HyperparameterWriter(self, self._flat_groups, self._state_views)
         if self.options.gradients == "fixed":
             self._fixed = [FixedGradients(flat) for flat in self._flat_groups]
+        self._step_in_backward()
+        self._norms = []
+        self._previous_norm = None
+
+    def _step_in_backward(self) -> None:
+        if self._early is not None:
+            self._early.remove()
+        if (settings := self.options.early) is not None:
+            self._early = BackwardSteps(self, self._flat_groups, settings)
+            if self._watchers:
+                self._early.hold_first()
 
     def _make_buckets(self) -> Buckets:
         return Buckets(param for group in self.param_groups for param in group["params"])
@@ -437,15 +600,17 @@ class FusedOptimizer(Optimizer):
                 "gradient_as_bucket_view"
             )
 
-    def _gradients(self) -> list[MatchedGradients]:
+    def _gradients(
+        self, parts: Sequence[tuple[FlatGroup, Part]], gradient_of: GradientOf
+    ) -> list[tuple[FlatGroup, Part, MatchedGradients]]:
         if self._fixed:
-            return [fixed.gradients() for fixed in self._fixed]
-        grads = [flat.gradients() for flat in self._flat_groups]
-        for present in grads:
-            # A parameter transposed in place keeps its address. Its gradient then has another layout and is copied.
-            if present.copied:
-                return [flat.gradients() for flat in self._flat_groups] if self.buckets.rehome() else grads
-        return grads
+            pairs = zip(parts, self._fixed, strict=True)
+            return [(flat, part, fixed.gradients()) for (flat, part), fixed in pairs]
+        found = [(flat, part, flat.gradients(part, gradient_of)) for flat, part in parts]
+        # A parameter transposed in place keeps its address. Its gradient then has another layout and is copied.
+        if any(present.copied for _, _, present in found) and self.buckets.rehome():
+            found = [(flat, part, flat.gradients(part, gradient_of)) for flat, part in parts]
+        return found
 
 
 class HyperparameterWriter:

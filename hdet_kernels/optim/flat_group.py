@@ -1,9 +1,13 @@
-"""One flat buffer of parameters with everything that a step on it needs: state, step counts, gradients and tables."""
+"""One flat buffer of parameters with everything that a step on it needs: state, step counts, gradients and tables.
+
+A :class:`FlatGroup` is stepped in parts, each of them in one launch. Usually there is one. With ``in_backward`` there
+are several, which :mod:`.in_backward` steps one after the other while gradients come in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,10 +23,39 @@ from hdet_kernels.ops.table import HyperTable
 from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count, first_scales
 from hdet_kernels.optim.coded_state import CodedSlot, decoded
 from hdet_kernels.optim.options import Options
-from hdet_kernels.sharded import divided_along, gradient_parts, norm_over_meshes
+from hdet_kernels.sharded import Divided, divided_along, gradient_parts, norm_over_meshes
 from hdet_kernels.tensors import Slot
 
-_grad_of = attrgetter("grad")  # takes less time than a loop that reads it
+#: Returns the gradient of a parameter that is to be stepped, or None.
+GradientOf = Callable[[Tensor], Tensor | None]
+
+
+@dataclass(eq=False)
+class Part:
+    """Parameters of a flat buffer that are stepped in one launch: slots that lie side by side.
+
+    Attributes:
+        slots: their numbers.
+        chunks: their tables.
+        steps: where in the step counts of the flat buffer theirs are.
+        blocks: where in the scales of 8-bit state theirs are.
+        params: the first parameter of each slot.
+        tied: the places in ``params`` of those that are tied to others.
+        versioned: with their slots, all parameters that have a version: those not made in inference mode.
+        bound: their step on the buffers of now.
+    """
+
+    slots: range
+    chunks: ChunkTable
+    steps: slice
+    blocks: slice
+    params: list[Tensor]
+    tied: list[int]
+    versioned: tuple[list[int], list[Tensor]]
+    bound: ops.Step | None = None
+    #: Of the last step without all gradients: their table, and the versioned parameters that it wrote.
+    stepped_table: NDArray[np.int64] | None = None
+    written: list[Tensor] = field(default_factory=list)
 
 
 class FlatGroup:
@@ -68,41 +101,67 @@ class FlatGroup:
         self.divided = divided_along(params[0][0])
         #: Slots whose state has no entry in ``optimizer.state`` yet.
         self.slots_without_entry: set[int] = set(range(len(params)))
-        self._first_params = [tied[0] for tied in params]
-        self._tied_slots = [index for index, tied in enumerate(params) if len(tied) > 1]
-        # Tensors that were made in inference mode have no version.
-        versioned = [(slot, param) for slot, tied in enumerate(params) for param in tied if not param.is_inference()]
-        self._versioned_slots, self._versioned = [slot for slot, _ in versioned], [param for _, param in versioned]
-        # Of the last step without all gradients: their table, and the versioned parameters that it wrote.
-        self._stepped_table: NDArray[np.int64] | None = None
-        self._written: list[Tensor] = []
         self._chosen_backend: str | None = None
         self._lay_out(shares_state)
 
     def _lay_out(self, shares_state: bool) -> None:
         self.shares_state = shares_state
-        flat, slots, groups = self.flat, self.slots, self.groups
-        self.chunks: ChunkTable
-        if self.replicas is None:
-            self.chunks = ChunkTable(slots, groups, flat.device, flat.dtype)
-        else:
-            self.chunks = StackedTable(
+        self._first_scales = first_scales(slot.numel for slot in self.slots)
+        #: What is stepped in one launch each. Their step counts, and their scales, follow each other.
+        self.parts: list[Part] = []
+        counts = blocks = 0
+        for slots in self._cut():
+            chunks = self._table_of(slots)
+            members = self.params[slots.start : slots.stop]
+            versioned = [
+                (place, param) for place, tied in enumerate(members) for param in tied if not param.is_inference()
+            ]
+            part = Part(
                 slots,
-                groups,
-                flat.device,
-                flat.dtype,
-                replicas=self.replicas,
-                row_stride=flat.shape[1],
-                table_rows_per_replica=self.table.tensor.shape[0] // self.replicas,
-                shares_state=shares_state,
+                chunks,
+                slice(counts, counts := counts + len(chunks.entries)),
+                slice(blocks, blocks := blocks + BLOCKS_PER_CHUNK * len(chunks.chunks)),
+                [tied[0] for tied in members],
+                [place for place, tied in enumerate(members) if len(tied) > 1],
+                ([place for place, _ in versioned], [param for _, param in versioned]),
             )
-        self.steps = torch.zeros(len(self.chunks.entries), dtype=torch.float32, device=flat.device)
+            self.parts.append(part)
+        self._part_of = [part for part in self.parts for _ in part.slots]
+        self._blocks = blocks
+        self.steps = torch.zeros(counts, dtype=torch.float32, device=self.flat.device)
         #: Flat state buffers by their name in torch.optim; None until one is needed.
         self.states: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
-        #: Of state in 8 bits, the scales of each buffer: [8 for every chunk], of separate states [replicas, …].
+        #: Of state in 8 bits, the scales of each buffer: 8 for every chunk of every part.
         self.scales: dict[str, Tensor | None] = dict.fromkeys(ops.STATES[self.rule])
-        self._first_scales = first_scales(slot.numel for slot in slots)
-        self._step: ops.Step | None = None
+
+    def _cut(self) -> list[range]:
+        """Divide the slots into parts: one, or as many as have gradients of ``chunk_bytes`` each."""
+        if (early := self.options.early) is None:
+            return [range(len(self.slots))]
+        held = (self.replicas or 1) if self._has_separate_states else 1
+        most, size = early.chunk_bytes, self.flat.element_size() * held
+        cuts, used = [len(self.slots)], 0
+        for index in reversed(range(len(self.slots))):  # the backward pass begins at the end
+            used += self.slots[index].numel * size
+            if used > most and index + 1 < cuts[-1]:
+                cuts, used = [*cuts, index + 1], self.slots[index].numel * size
+        return [range(start, stop) for stop, start in zip(cuts, [*cuts[1:], 0], strict=True)][::-1]
+
+    def _table_of(self, slots: range) -> ChunkTable:
+        """Return the tables of the parameters of some slots, of all replicas that have a state of their own."""
+        span, flat = slice(slots.start, slots.stop), self.flat
+        if self.replicas is None:
+            return ChunkTable(self.slots[span], self.groups[span], flat.device, flat.dtype)
+        return StackedTable(
+            self.slots[span],
+            self.groups[span],
+            flat.device,
+            flat.dtype,
+            replicas=self.replicas,
+            row_stride=flat.shape[1],
+            table_rows_per_replica=self.table.tensor.shape[0] // self.replicas,
+            shares_state=self.shares_state,
+        )
 
     @torch.inference_mode(False)
     def separate_state(self) -> None:
@@ -123,16 +182,21 @@ class FlatGroup:
             like = self.flat[0] if self.shares_state else self.flat
             flat = self.states[name] = torch.zeros_like(like, dtype=dtype)
             if dtype == torch.uint8:
-                numel = BLOCKS_PER_CHUNK * len(self.chunks.chunks)
-                shape = (numel,) if flat.dim() == 1 else (len(flat), numel // len(flat))
-                self.scales[name] = torch.zeros(shape, device=flat.device)
-            self._step = None
+                self.scales[name] = torch.zeros(self._blocks, device=flat.device)
+            for part in self.parts:
+                part.bound = None
         return flat
 
     def scale_view(self, name: str, index: int) -> Tensor | None:
         """Return the scales of slot ``index`` of state ``name``, [blocks] or [replicas, blocks]; None without any."""
-        scales, first = self.scales[name], self._first_scales[index]
-        return None if scales is None else scales[..., first : first + block_count(self.slots[index].numel)]
+        if (scales := self.scales[name]) is None:
+            return None
+        part = self._part_of[index]
+        of_part = scales[part.blocks]
+        if self._has_separate_states:
+            of_part = of_part.view(self.replicas or 1, -1)
+        first = self._first_scales[index] - self._first_scales[part.slots.start]
+        return of_part[..., first : first + block_count(self.slots[index].numel)]
 
     def write_state(
         self,
@@ -194,66 +258,74 @@ class FlatGroup:
 
     def step_count(self, index: int) -> Tensor:
         """Return the step count of slot ``index``: one number, or [replicas] where each has its own state."""
-        return self.steps.view(-1, len(self.slots))[:, index] if self._has_separate_states else self.steps[index]
+        part = self._part_of[index]
+        of_part, place = self.steps[part.steps], index - part.slots.start
+        return of_part.view(-1, len(part.slots))[:, place] if self._has_separate_states else of_part[place]
 
     @property
     def _has_separate_states(self) -> bool:
         return self.replicas is not None and not self.shares_state
 
-    def gradients(self) -> MatchedGradients:
-        """Return the gradients that the parameters have now. Those of tied parameters are summed."""
-        grads = list(map(_grad_of, self._first_params))
-        for index in self._tied_slots:
-            parts = [param.grad.detach() for param in self.params[index] if param.grad is not None]
-            grads[index] = sum(parts[1:], start=parts[0]) if parts else None
-        return self.chunks.match(grads if self.divided is None else gradient_parts(self._first_params, grads))
+    def gradients(self, part: Part, gradient_of: GradientOf) -> MatchedGradients:
+        """Return the gradients of a part. Those of tied parameters are summed."""
+        grads = list(map(gradient_of, part.params))
+        for place in part.tied:
+            several = map(gradient_of, self.params[part.slots[place]])
+            found = [grad.detach() for grad in several if grad is not None]
+            grads[place] = sum(found[1:], start=found[0]) if found else None
+        return part.chunks.match(grads if self.divided is None else gradient_parts(part.params, grads))
 
-    def norm(self, grads: MatchedGradients) -> Tensor:
-        """Return the norm of all gradients as stored: one number, or [replicas] where each has its own state."""
+    def norm(self, part: Part, grads: MatchedGradients) -> Tensor:
+        """Return the norm of the gradients of a part as stored: one number, or [replicas] with separate states."""
         rows = self.replicas if self._has_separate_states else None
-        return ops.grad_norm(self.chunks, grads, rows=rows, backend=self.options.backend)
+        return ops.grad_norm(part.chunks, grads, rows=rows, backend=self.options.backend)
 
-    def step(self, grads: MatchedGradients, scalars: ops.Scalars) -> None:
-        """Update the parameters that have a gradient, in one launch."""
-        if self._step is None or self._chosen_backend != chosen():
+    def step(self, part: Part, grads: MatchedGradients, scalars: ops.Scalars) -> None:
+        """Update the parameters of a part that have a gradient, in one launch."""
+        if self._chosen_backend != chosen():
             self._chosen_backend = chosen()
-            # Replicas with their own states are stepped as one long buffer; the chunk table knows whose each part is.
-            flats = (self.flat, self.master, *self.states.values())
-            scales = tuple(None if scale is None else scale.view(-1) for scale in self.scales.values())
-            if self._has_separate_states or self.replicas == 1:
-                flats = tuple(None if flat is None else flat.view(-1) for flat in flats)
-            param, master, *states = flats
-            assert param is not None
-            self._step = ops.Step(
-                self.rule,
-                param,
-                states,
-                self.steps,
-                self.table.tensor,
-                self.chunks,
-                master=master,
-                stochastic_rounding=self.options.stochastic_rounding,
-                backend=self.options.backend,
-                rows=param.shape[0] if param.dim() == 2 else 1,
-                scales=scales,
-            )
-        self._step(grads, scalars.on(self.flat.device))
+            for each in self.parts:
+                each.bound = None
+        if part.bound is None:
+            part.bound = self._bind(part)
+        part.bound(grads, scalars.on(self.flat.device))
 
-    def advance_versions(self, grads: MatchedGradients) -> None:
+    def _bind(self, part: Part) -> ops.Step:
+        # Replicas with their own states are stepped as one long buffer; the chunk table knows whose each part is.
+        flats = (self.flat, self.master, *self.states.values())
+        if self._has_separate_states or self.replicas == 1:
+            flats = tuple(None if flat is None else flat.view(-1) for flat in flats)
+        param, master, *states = flats
+        assert param is not None
+        return ops.Step(
+            self.rule,
+            param,
+            states,
+            self.steps[part.steps],
+            self.table.tensor,
+            part.chunks,
+            master=master,
+            stochastic_rounding=self.options.stochastic_rounding,
+            backend=self.options.backend,
+            rows=param.shape[0] if param.dim() == 2 else 1,
+            scales=tuple(None if scale is None else scale[part.blocks] for scale in self.scales.values()),
+        )
+
+    def advance_versions(self, part: Part, grads: MatchedGradients) -> None:
         """Tell autograd that the parameters with a gradient were written, as torch.optim's writes in place do.
 
         Parameters without a gradient are not written and keep their version.
         """
+        places, versioned = part.versioned
         if grads.complete:
-            increment_version(self._versioned)
+            increment_version(versioned)
             return
         # Gradients at the same addresses as at the last step have the same table.
-        if grads.table is not self._stepped_table:
-            self._stepped_table = grads.table
+        if grads.table is not part.stepped_table:
+            part.stepped_table = grads.table
             there = (grads.table[:, 0] != NO_GRADIENT).tolist()
-            slots = zip(self._versioned_slots, self._versioned, strict=True)
-            self._written = [param for slot, param in slots if there[slot]]
-        increment_version(self._written)
+            part.written = [param for place, param in zip(places, versioned, strict=True) if there[place]]
+        increment_version(part.written)
 
 
 def flat_groups_of(
@@ -301,18 +373,21 @@ def flat_groups_of(
     return made
 
 
-def total_norm(flat_groups: Sequence[FlatGroup], grads: Sequence[MatchedGradients]) -> Tensor | None:
-    """Return the norm of the gradients of all flat groups as stored, on the device of the first; None without any.
+def total_norm(found: Sequence[tuple[FlatGroup, Part, MatchedGradients]]) -> Tensor | None:
+    """Return the norm of all gradients as stored, on the device of the first; None without any.
 
     It is one number, or [replicas] where each replica has its own state. Of distributed parameters it is the norm of
     the whole gradients: every process of their mesh must ask for it.
     """
-    if any(flat.divided for flat in flat_groups):
-        # Divided ones also without a gradient here: other processes may have one.
-        pairs = zip(flat_groups, grads, strict=True)
-        return norm_over_meshes([(flat.norm(own), flat.divided) for flat, own in pairs if own.any or flat.divided])
-    norms = [flat.norm(present) for flat, present in zip(flat_groups, grads, strict=True) if present.any]
+    # Divided ones also without a gradient here: other processes may have one.
+    return joint_norm([(flat.norm(part, own), flat.divided) for flat, part, own in found if own.any or flat.divided])
+
+
+def joint_norm(norms: Sequence[tuple[Tensor, Divided]]) -> Tensor | None:
+    """Return the norm of gradients whose norms are given, with the dimensions along which they are divided."""
+    if any(divided for _, divided in norms):
+        return norm_over_meshes(norms)
     if len(norms) < 2:
-        return norms[0] if norms else None
-    gathered = torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+        return norms[0][0] if norms else None
+    gathered = torch.stack([norm.to(norms[0][0].device, non_blocking=True) for norm, _ in norms])
     return torch.linalg.vector_norm(gathered, dim=0)

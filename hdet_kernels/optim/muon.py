@@ -28,7 +28,7 @@ from hdet_kernels.ops.table import COLUMNS
 from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count
 from hdet_kernels.ops.torch.newton_schulz import normalise_rows_
 from hdet_kernels.optim.base import FusedOptimizer
-from hdet_kernels.optim.flat_group import FlatGroup
+from hdet_kernels.optim.flat_group import FlatGroup, Part
 from hdet_kernels.optim.group_entries import PER_REPLICA, Group
 from hdet_kernels.optim.options import (
     SharedOptions,
@@ -333,6 +333,7 @@ class Piece:
 
     Attributes:
         slots: their slots in the flat buffer, one after the other.
+        part: the part of the flat buffer that has them.
         replicas: those replicas whose states these are; one where all share a state.
         update: [replicas · slots, rows, columns], a part of the scratch memory, for the update.
         push: for each replica the step that updates the momentum and writes the update.
@@ -343,6 +344,7 @@ class Piece:
     """
 
     slots: range
+    part: Part
     replicas: range
     settings: Orthogonal
     update: Tensor
@@ -353,6 +355,11 @@ class Piece:
     counts: Tensor | None
     #: Of the last step: the table of all gradients, those of each replica, and the updates that stand for gradients.
     known: tuple[NDArray[np.int64] | None, list[NDArray[np.int64]], MatchedGradients | None] = (None, [], None)
+
+    @property
+    def places(self) -> slice:
+        """Where its slots are among those of the part."""
+        return slice(self.slots.start - self.part.slots.start, self.slots.stop - self.part.slots.start)
 
 
 class MuonGroup(FlatGroup):
@@ -404,12 +411,12 @@ class MuonGroup(FlatGroup):
         """Return the shape that state ``name`` of slot ``index`` has for one replica."""
         return self._row_slots[index].shape if name == ROW_SQUARES else super().state_shape(name, index)
 
-    def step(self, grads: MatchedGradients, scalars: ops.Scalars) -> None:
-        """Update the matrices that have a gradient."""
+    def step(self, part: Part, grads: MatchedGradients, scalars: ops.Scalars) -> None:
+        """Update the matrices of a part that have a gradient."""
         settings = [self._settings_of(group) for group in sorted(set(self.groups))]
         if not self._pieces or self._settings != settings or self._chosen_backend != chosen():
             self._settings, self._chosen_backend = settings, chosen()
-            self._cut()
+            self._make_pieces()
         scalars = scalars.on(self.flat.device)
         # On the device, so that a captured graph reads the hyperparameters of its replay.
         torch.index_select(self.table.tensor, 0, self._row_of_slot, out=self._own_rows)
@@ -417,7 +424,8 @@ class MuonGroup(FlatGroup):
         if self.options.rounds_stochastically:
             self._push_steps.copy_(self.steps)
         for piece in self._pieces:
-            self._step_piece(piece, grads, scalars)
+            if piece.part is part:
+                self._step_piece(piece, grads, scalars)
 
     def _step_piece(self, piece: Piece, grads: MatchedGradients, scalars: ops.Scalars) -> None:
         if piece.known[0] is not grads.table:
@@ -425,7 +433,7 @@ class MuonGroup(FlatGroup):
         _, tables, updates = piece.known
         if updates is None:
             return
-        given = grads.tensors[piece.slots.start : piece.slots.stop]
+        given = grads.tensors[piece.places]
         for push, replica, table in zip(piece.push, piece.replicas, tables, strict=True):
             own = given if self.replicas is None else [None if grad is None else grad[replica] for grad in given]
             push(MatchedGradients(own, table, any=True, permanent=grads.permanent), scalars)
@@ -445,17 +453,38 @@ class MuonGroup(FlatGroup):
         self, piece: Piece, grads: MatchedGradients
     ) -> tuple[list[NDArray[np.int64]], MatchedGradients | None]:
         """Return the gradient table of the piece for each of its replicas, and its updates as gradients, if any."""
-        there = [grads.tensors[index] is not None for index in piece.slots]
+        there = [grad is not None for grad in grads.tensors[piece.places]]
         if not any(there):
             return [], None
-        starts = [replica * len(self.slots) + piece.slots.start for replica in piece.replicas]
-        tables = [grads.table[start : start + len(piece.slots)] for start in starts]
+        by_replica = grads.table.reshape(-1, len(piece.part.slots), 2)
+        tables = [by_replica[replica, piece.places] for replica in piece.replicas]
         pairs = zip(piece.update.unbind(), there * len(piece.replicas), strict=True)
         updates = [update if has else None for update, has in pairs]
         return tables, replace(piece.move.chunks.match(updates), permanent=True)
 
+    def _cut(self) -> list[range]:
+        """Divide the slots into parts: one, or as many as there are pieces to orthogonalise."""
+        if self.options.early is None:
+            return super()._cut()
+        starts = sorted({0, *(piece.start for piece in self._alike())})
+        return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(self.slots)], strict=True)]
+
+    def _alike(self) -> list[range]:
+        """Return the slots that are orthogonalised at once: of one shape and group, as many as a piece may have."""
+
+        def kind(index: int) -> tuple[Any, ...]:
+            return self.groups[index], self.slots[index].shape, self.slots[index].stride
+
+        found: list[range] = []
+        for _, members in groupby(filter(lambda i: self.slots[i].numel, range(len(self.slots))), key=kind):
+            slots = list(members)
+            most = max(PIECE_ELEMENTS // self.slots[slots[0]].numel, 1)
+            starts = range(0, len(slots), most)
+            found += [range(slots[start], slots[min(start + most, len(slots)) - 1] + 1) for start in starts]
+        return found
+
     @torch.inference_mode(False)
-    def _cut(self) -> None:
+    def _make_pieces(self) -> None:
         """Divide the matrices into pieces, and bind the steps of each."""
         device, rows = self.flat.device, self.replicas or 1
         self._backend = resolve(device, self.options.backend)
@@ -473,52 +502,48 @@ class MuonGroup(FlatGroup):
         self._own_rows = torch.zeros_like(self._row_factors)
         self._push_steps = torch.zeros_like(self.steps)
 
-        def alike(index: int) -> tuple[Any, ...]:
-            return self.groups[index], self.slots[index].shape, self.slots[index].stride
-
         cuts: list[tuple[range, range]] = []
-        for _, members in groupby(filter(lambda i: self.slots[i].numel, range(len(self.slots))), key=alike):
-            found = list(members)
-            most = max(PIECE_ELEMENTS // self.slots[found[0]].numel, 1)
-            for start in range(0, len(found), most):
-                part = range(found[start], found[min(start + most, len(found)) - 1] + 1)
-                together = max(most // len(part), 1)
-                cuts += [(part, held[first : first + together]) for first in range(0, len(held), together)]
-        extents = [len(replicas) * len(part) * self._pitch(part) for part, replicas in cuts]
+        for slots in self._alike():
+            most = max(PIECE_ELEMENTS // self.slots[slots[0]].numel, 1)
+            together = max(most // len(slots), 1)
+            cuts += [(slots, held[first : first + together]) for first in range(0, len(held), together)]
+        extents = [len(replicas) * len(slots) * self._pitch(slots) for slots, replicas in cuts]
         dtype = torch.float64 if self.flat.dtype == torch.float64 else torch.bfloat16
         scratch = torch.zeros(max(extents, default=0), dtype=dtype, device=device)
-        self._pieces = [self._bind(part, replicas, scratch) for part, replicas in cuts]
+        self._pieces = [self._bind_piece(slots, replicas, scratch) for slots, replicas in cuts]
 
-    def _pitch(self, part: range) -> int:
+    def _pitch(self, numbers: range) -> int:
         """Return the elements from one matrix of a piece to the next."""
-        if len(part) == 1:
-            return self.slots[part[0]].numel
-        return self.slots[part[1]].offset - self.slots[part[0]].offset
+        if len(numbers) == 1:
+            return self.slots[numbers[0]].numel
+        return self.slots[numbers[1]].offset - self.slots[numbers[0]].offset
 
-    def _bind(self, part: range, replicas: range, scratch: Tensor) -> Piece:
-        slots, pitch = self.slots[part.start : part.stop], self._pitch(part)
-        settings, extent = self._settings_of(self.groups[part.start]), len(part) * pitch
+    def _bind_piece(self, numbers: range, replicas: range, scratch: Tensor) -> Piece:
+        slots, pitch, part = self.slots[numbers.start : numbers.stop], self._pitch(numbers), self._part_of[numbers[0]]
+        places = slice(numbers.start - part.slots.start, numbers.stop - part.slots.start)
+        settings, extent = self._settings_of(self.groups[numbers.start]), len(numbers) * pitch
         per_replica = self.table.tensor.shape[0] // (self.replicas or 1)
         momentum = self.state_buffer("momentum_buffer")
         momentum = momentum.view(-1, momentum.shape[-1])
         scales = self.scales["momentum_buffer"]
-        scales = None if scales is None else scales.view(-1, scales.shape[-1])
-        first, last = self._first_scales[part.start], self._first_scales[part.stop - 1] + block_count(slots[-1].numel)
-        last += -last % BLOCKS_PER_CHUNK
-        push_counts = self._push_steps.view(-1, len(self.slots))
+        scales = None if scales is None else scales[part.blocks].view(len(momentum), -1)
+        first, last = self._first_scales[numbers[0]], self._first_scales[numbers[-1]] + block_count(slots[-1].numel)
+        before = self._first_scales[part.slots.start]
+        first, last = first - before, last - before + -last % BLOCKS_PER_CHUNK
+        push_counts = self._push_steps[part.steps].view(-1, len(part.slots))
         options = self.options
         push = []
         for place, replica in enumerate(replicas):
             span = slice(slots[0].offset, slots[-1].offset + slots[-1].numel)
             length = span.stop - span.start
             moved = [replace(slot, offset=number * pitch) for number, slot in enumerate(slots)]
-            table_rows = [replica * per_replica + self.groups[index] for index in part]
+            table_rows = [replica * per_replica + self.groups[index] for index in numbers]
             push.append(
                 ops.Step(
                     "muon",
                     scratch[place * extent : place * extent + length],
                     [momentum[replica, span]],
-                    push_counts[replica, part.start : part.stop],
+                    push_counts[replica, places],
                     self.table.tensor,
                     ChunkTable(moved, table_rows, self.flat.device, scratch.dtype),
                     # A momentum in bfloat16 is rounded at random, and with it the update, by less than it is anyway.
@@ -533,8 +558,8 @@ class MuonGroup(FlatGroup):
         assert param is not None
         length = self.flat.shape[-1]
         moved = [replace(slot, offset=slot.offset + replica * length) for replica in replicas for slot in slots]
-        table_rows = [replica * len(self.slots) + index for replica in replicas for index in part]
-        counts = self.steps.view(-1, len(self.slots))[replicas.start : replicas.stop, part.start : part.stop]
+        table_rows = [replica * len(self.slots) + index for replica in replicas for index in numbers]
+        counts = self.steps[part.steps].view(-1, len(part.slots))[replicas.start : replicas.stop, places]
         own_counts = counts.contiguous()  # of one replica, they are themselves
         move = ops.Step(
             "muon",
@@ -548,12 +573,14 @@ class MuonGroup(FlatGroup):
             backend=options.backend,
             rows=param.shape[0] if param.dim() == 2 else 1,
         )
-        update = scratch.as_strided((len(replicas) * len(part), *slots[0].shape), (pitch, *slots[0].stride))
+        update = scratch.as_strided((len(replicas) * len(slots), *slots[0].shape), (pitch, *slots[0].stride))
         squares: list[Tensor] = []
         if settings.normuon:
             flat = self.state_buffer(ROW_SQUARES)
             flat, count = flat.view(-1, flat.shape[-1]), slots[0].shape[0]
-            start = self._row_slots[part.start].offset
-            squares = [flat[r, start : start + count * len(part)].view(len(part), count, 1) for r in replicas]
+            start = self._row_slots[numbers.start].offset
+            squares = [flat[r, start : start + count * len(slots)].view(len(slots), count, 1) for r in replicas]
         in_place = own_counts.data_ptr() == counts.data_ptr()
-        return Piece(part, replicas, settings, update, push, move, squares, own_counts, None if in_place else counts)
+        return Piece(
+            numbers, part, replicas, settings, update, push, move, squares, own_counts, None if in_place else counts
+        )

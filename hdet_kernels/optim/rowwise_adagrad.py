@@ -16,8 +16,9 @@ from hdet_kernels.buckets import Buckets
 from hdet_kernels.ops.chunks import EMPTY_GRADIENT, NO_GRADIENT, MatchedGradients
 from hdet_kernels.ops.rowwise import RowGradient, RowWiseArguments, arithmetic, row_gradient, rowwise_adagrad_
 from hdet_kernels.optim.base import FusedOptimizer
-from hdet_kernels.optim.flat_group import FlatGroup
+from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
 from hdet_kernels.optim.group_entries import Group
+from hdet_kernels.optim.in_backward import InBackward
 from hdet_kernels.optim.options import check_at_least_zero, check_flags
 from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import Slot, replicas_of
@@ -43,6 +44,7 @@ class FusedRowWiseAdagrad(FusedOptimizer):
         maximize: step along the gradient.
         stochastic_rounding: round bf16 tables up or down at random, so that small updates are kept on average.
         backend: one of ``hdet_kernels.backends()``. Default: the fastest for the device.
+        in_backward: as for the other optimizers.
     """
 
     #: Of which it has the name of the state. The arithmetic is that of :mod:`hdet_kernels.ops.rowwise`.
@@ -62,6 +64,7 @@ class FusedRowWiseAdagrad(FusedOptimizer):
         maximize: bool = False,
         stochastic_rounding: bool = False,
         backend: str | None = None,
+        in_backward: bool | InBackward = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -73,7 +76,12 @@ class FusedRowWiseAdagrad(FusedOptimizer):
             "maximize": maximize,
         }
         super().__init__(
-            params, defaults, master_weights=False, stochastic_rounding=stochastic_rounding, backend=backend
+            params,
+            defaults,
+            master_weights=False,
+            stochastic_rounding=stochastic_rounding,
+            backend=backend,
+            in_backward=in_backward,
         )
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -130,8 +138,8 @@ class RowWiseGroup(FlatGroup):
 
     def __init__(self, group_of: Callable[[int], Group], *arguments: Any, shares_state: bool) -> None:
         self._group_of = group_of
-        # Those of the step that is being taken.
-        self._gradients: list[RowGradient | None] = []
+        # Those of the step that is being taken, by slot.
+        self._gradients: dict[int, RowGradient] = {}
         super().__init__("adagrad", *arguments, shares_state=shares_state)
 
     def _lay_out(self, shares_state: bool) -> None:
@@ -156,29 +164,26 @@ class RowWiseGroup(FlatGroup):
     def state_shape(self, name: str, index: int) -> tuple[int, ...]:
         return self._row_slots[index].shape
 
-    def gradients(self) -> MatchedGradients:
-        """Return the gradients that the tables have now, sparse or dense. No kernel reads them by their addresses."""
-        params = [tied[0] for tied in self.params]
-        grads = [param.grad for param in params]
-        self._gradients = [
-            None if grad is None else row_gradient(_checked(index, param, grad.detach()), param.dtype)
-            for index, (param, grad) in enumerate(zip(params, grads, strict=True))
-        ]
+    def gradients(self, part: Part, gradient_of: GradientOf) -> MatchedGradients:
+        """Return the gradients of a part, sparse or dense. No kernel reads them by their addresses."""
+        grads = list(map(gradient_of, part.params))
+        for index, param, grad in zip(part.slots, part.params, grads, strict=True):
+            if grad is not None:
+                self._gradients[index] = row_gradient(_checked(index, param, grad.detach()), param.dtype)
         there = [NO_GRADIENT if grad is None else EMPTY_GRADIENT for grad in grads]
         table = np.array([there, [0] * len(there)], dtype=np.int64).T
         return MatchedGradients(grads, table, any=any(there), complete=all(there))
 
-    def norm(self, grads: MatchedGradients) -> Tensor:
+    def norm(self, part: Part, grads: MatchedGradients) -> Tensor:
         raise ValueError(
             "row-wise Adagrad does not clip, got max_grad_norm: leave it at None, and clip by clip_grad_norm_"
         )
 
-    def step(self, grads: MatchedGradients, scalars: ops.Scalars) -> None:
-        """Update the rows that have a gradient."""
+    def step(self, part: Part, grads: MatchedGradients, scalars: ops.Scalars) -> None:
+        """Update the rows of a part that have a gradient."""
         scalars, sums = scalars.on(self.flat.device), self.state_buffer("sum")
-        gradients, self._gradients = self._gradients, []
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
+        for index in part.slots:
+            if (gradient := self._gradients.pop(index, None)) is None:
                 continue
             given = RowWiseArguments(
                 self.params[index][0].detach().flatten(1),

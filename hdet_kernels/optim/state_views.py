@@ -18,7 +18,7 @@ from hdet_kernels.optim.coded_state import (
     scale_name,
     with_own_shapes,
 )
-from hdet_kernels.optim.flat_group import FlatGroup
+from hdet_kernels.optim.flat_group import FlatGroup, Part
 from hdet_kernels.optim.group_entries import Group
 from hdet_kernels.optim.options import Options
 from hdet_kernels.optim.watch import SpotCheck
@@ -132,9 +132,10 @@ class StateViews:
             flat.share_state()
         self.adopt()
 
-    def add_first_entries(self, flat: FlatGroup, grads: MatchedGradients) -> None:
-        """Add the entries of parameters that step for the first time, as torch.optim does."""
-        fresh = [index for index in flat.slots_without_entry if grads.table[index, 0] != NO_GRADIENT]
+    def add_first_entries(self, flat: FlatGroup, part: Part, grads: MatchedGradients) -> None:
+        """Add the entries of parameters of a part that step for the first time, as torch.optim does."""
+        there = zip(part.slots, grads.table[:, 0] != NO_GRADIENT, strict=False)  # the table may have every replica's
+        fresh = [index for index, has in there if has and index in flat.slots_without_entry]
         if not fresh:  # parameters that never get a gradient
             return
         state = self.optimizer.state

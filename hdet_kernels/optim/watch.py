@@ -123,7 +123,7 @@ class FixedGradients:
                 (trained if param.requires_grad else frozen).append(_Snapshot(param))
             stepped.append(view if any(param.requires_grad for param in tied) else None)
         self._trained, self._frozen = SpotCheck(trained), SpotCheck(frozen)
-        self._gradients = replace(self.flat_group.chunks.match(stepped), permanent=True)
+        self._gradients = replace(self.flat_group.parts[0].chunks.match(stepped), permanent=True)
         return replaced
 
     def gradients(self) -> MatchedGradients:

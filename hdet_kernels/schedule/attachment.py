@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_kind
 from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
-from hdet_kernels.schedule.gradients import look_at_gradients
+from hdet_kernels.schedule.gradients import Pairs, look_at_gradients, pairs_of
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.torch_internals import not_compiled, uncompiled
@@ -43,6 +44,10 @@ class Writer(Protocol):
     steps: StepCount
 
     def before_optimizer_step(self) -> None: ...
+
+    def look(self, pairs: Pairs) -> None: ...
+
+    def looked(self) -> None: ...
 
     def write(self) -> None: ...
 
@@ -71,9 +76,13 @@ class Attachment:
         self._before = weakref.WeakMethod(before)
         if not self._handles:
             optimizer = writer.optimizer
+            if isinstance(optimizer, FusedOptimizer) and optimizer.steps_in_backward:
+                begins, after = optimizer.watch_backward(self._begin_step, self._look), self._after_early_step
+            else:
+                begins, after = optimizer.register_step_pre_hook(self._before_step), self._after_step
             self._handles = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
+                begins,
+                optimizer.register_step_post_hook(after),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
         self._finalizer = weakref.finalize(writer, self.end)
@@ -98,11 +107,39 @@ class Attachment:
     # The hooks. torch.compile does not look into them: it would compile a step anew for every value of a counter.
 
     @not_compiled
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        writer = self._begun()
+
+        def look() -> None:
+            assert writer is not None
+            writer.before_optimizer_step()
+            writer.look(pairs_of(optimizer.param_groups))
+            writer.looked()
+
+        return None if writer is None else look_at_gradients(look, args, kwargs)
+
+    def _begun(self) -> Writer | None:
         if (before := self._before()) is not None:
             before()
-        writer = self._writer()  # ``before`` may have put another in its place
-        return None if writer is None else look_at_gradients(writer.before_optimizer_step, args, kwargs)
+        return self._writer()  # ``before`` may have put another in its place
+
+    # Those of an optimizer that steps in the backward pass, and shows its gradients in parts.
+
+    @not_compiled
+    def _begin_step(self) -> None:
+        if (writer := self._begun()) is not None:
+            writer.before_optimizer_step()
+
+    @not_compiled
+    def _look(self, pairs: Pairs) -> None:
+        if (writer := self._writer()) is not None:
+            writer.look(pairs)
+
+    @not_compiled
+    def _after_early_step(self, *given: Any) -> None:
+        if (writer := self._writer()) is not None:
+            writer.looked()
+        self._after_step(*given)
 
     @not_compiled
     def _after_step(self, *_: Any) -> None:

@@ -38,7 +38,7 @@ from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.schedule.acts import Act, Before, Progress, Return, explained, peaks_of
 from hdet_kernels.schedule.arguments import GradientMode, Probe
-from hdet_kernels.schedule.gradients import Displacement, fingerprint
+from hdet_kernels.schedule.gradients import Displacement, Fingerprint, Pairs
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
@@ -142,6 +142,7 @@ class Cycle:
         self._returned: Return | None = None  # in this step
         self.undoing = Undoing.of(self.optimizer, self.spread, self.converger, self.displacement, self.buffers)
         self.fingerprint: Tensor | None = None
+        self._compared: Fingerprint | None = None
         self.started = self.in_consensus = self.expects_state = self.replaced = False
         self.averaged = True
         self.first = self.step
@@ -227,7 +228,7 @@ class Cycle:
     # A step
 
     def before_optimizer_step(self) -> None:
-        """Read the parameters before the first step and the gradients before every step. A hook of the optimizer."""
+        """Read the parameters before the first step. A hook of the optimizer, before every step."""
         if not self.started:  # not at construction: weights may be loaded, or noise added, after that
             self.started = True
             self.converger.begin()
@@ -238,10 +239,22 @@ class Cycle:
         self.averaged = False
         if self.expects_state:
             self._check_state()
+        compares = self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1)
+        self._compared = Fingerprint() if compares else None
+
+    def look(self, pairs: Pairs) -> None:
+        """Read some of the gradients of a step, or all. A hook of the optimizer, before they are used."""
         if self.displacement is not None:
-            self.displacement.measure()
-        if self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1):
-            self.fingerprint = fingerprint(self.optimizer.param_groups)
+            self.displacement.look(pairs := list(pairs))
+        if self._compared is not None:
+            self._compared.look(pairs)
+
+    def looked(self) -> None:
+        """Note what all gradients of a step have shown. A hook of the optimizer."""
+        if self.displacement is not None:
+            self.displacement.looked()
+        if self._compared is not None:
+            self.fingerprint = self._compared.value(self.optimizer.param_groups)
 
     def record(self, loss: Loss, divided_by: float = 1) -> None:
         """Add a training loss, which was divided by ``divided_by`` before."""

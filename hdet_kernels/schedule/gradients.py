@@ -1,13 +1,14 @@
 """Read the gradients before a step: whether all replicas have the same ones, and the hypergradient's slopes.
 
 Both run in a hook of the optimizer just before its step, when the gradients are certainly there; with a closure, when
-it has made them. The results stay on their device until the next sync.
+it has made them. An optimizer that steps in the backward pass shows its gradients a part at a time. The results stay on
+their device until the next sync.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,21 +50,51 @@ def look_at_gradients(
     return args, {**kwargs, "closure": looked_after}
 
 
-def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
-    """Return a number that is equal on two replicas if, and almost surely only if, their gradients are bit-equal.
+#: Parameters with their gradients, None where there is none.
+Pairs = Iterable[tuple[Tensor, Tensor | None]]
+
+
+class Fingerprint:
+    """A number that is equal on two replicas if, and almost surely only if, their gradients are bit-equal.
 
     All-reduced gradients are equal; local ones are not. It adds norms and sums of elements in fp64: norms alone would
-    be equal after clipping tensor by tensor. None if there is no gradient.
+    be equal after clipping tensor by tensor.
     """
-    gradients = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    real = [torch.view_as_real(g) if g.is_complex() else g for g in dense if g.numel()]
-    if not real:
-        return None
-    device = real[0].device
-    wide = wide_dtype(device)
-    parts = [(torch.linalg.vector_norm(g, dtype=wide) + 0.618 * g.sum(dtype=wide)).to(device) for g in real]
-    return torch.stack(parts).sum()
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, Tensor] = {}
+
+    def look(self, pairs: Pairs) -> None:
+        """Take the gradients of some parameters in."""
+        for param, gradient in pairs:
+            if gradient is None:
+                continue
+            g = local(gradient)
+            g = g.coalesce().values() if g.is_sparse else g
+            g = torch.view_as_real(g) if g.is_complex() else g
+            if g.numel():
+                wide = wide_dtype(g.device)
+                self._numbers[id(param)] = torch.linalg.vector_norm(g, dtype=wide) + 0.618 * g.sum(dtype=wide)
+
+    def value(self, groups: Sequence[dict[str, Any]]) -> Tensor | None:
+        """Return the number; None if there was no gradient."""
+        params = [id(p) for group in groups for p in group["params"] if id(p) in self._numbers]
+        if not params:
+            return None
+        device = self._numbers[params[0]].device
+        return torch.stack([self._numbers[param].to(device) for param in params]).sum()
+
+
+def fingerprint(groups: Sequence[dict[str, Any]]) -> Tensor | None:
+    """Return the :class:`Fingerprint` of the gradients that are there now; None if there is no gradient."""
+    found = Fingerprint()
+    found.look(pairs_of(groups))
+    return found.value(groups)
+
+
+def pairs_of(groups: Sequence[dict[str, Any]]) -> Pairs:
+    """Return all parameters with the gradients that they have now."""
+    return ((param, param.grad) for group in groups for param in group["params"])
 
 
 class Displacement:
@@ -93,8 +124,9 @@ class Displacement:
         self._starts_apart = apart
         self.tied = [(index,) for index in range(len(optimizer.param_groups))] if tied is None else list(tied)
         self.last = self._copy()
-        self.moved: list[list[Tensor]] | None = None
+        self.moved = None
         self.slopes: list[Tensor] = []  # [learning rates] of each gradient so far
+        self._dots: dict[int, Tensor] = {}  # by parameter, of the step that is being looked at
 
     @staticmethod
     def of(
@@ -104,6 +136,15 @@ class Displacement:
         if not run.slopes:
             return None
         return Displacement(optimizer, apart=ensemble.size > 1, steps=SLOPE_STEPS, tied=tied)
+
+    @property
+    def moved(self) -> list[list[Tensor]] | None:
+        """The displacement of the last cycle, by group; None if gradients are not to be multiplied with it."""
+        return self._moved
+
+    @moved.setter
+    def moved(self, value: list[list[Tensor]] | None) -> None:
+        self._moved, self._moved_of = value, dict[int, Tensor]()
 
     def begin(self) -> None:
         self.last = self._copy()
@@ -175,17 +216,33 @@ class Displacement:
 
     def measure(self) -> None:
         """Take the product of the gradients with the last displacement, in the first steps of a cycle."""
+        self.look(pairs_of(self.optimizer.param_groups))
+        self.looked()
+
+    def look(self, pairs: Pairs) -> None:
+        """Multiply some of a step's gradients with the last displacement."""
         if self.moved is None:
             return
-        device = self._device()
-        wide = wide_dtype(device)
-        groups, products = self.optimizer.param_groups, []
+        wide = wide_dtype(self._device())
+        if not self._moved_of:
+            every = zip(self.optimizer.param_groups, self.moved, strict=True)
+            self._moved_of = {id(p): d for group, ds in every for p, d in zip(group["params"], ds, strict=True)}
+        for param, gradient in pairs:
+            if gradient is not None and id(param) in self._moved_of:
+                product = local(one_replica(param, gradient)) * self._moved_of[id(param)]
+                self._dots[id(param)] = product.sum(dtype=wide)
+
+    def looked(self) -> None:
+        """Add up the products of a step, all of whose gradients were looked at."""
+        if self.moved is None:
+            return
+        device, products = self._device(), []
         for tied in self.tied:
-            pairs = [pair for index in tied for pair in zip(groups[index]["params"], self.moved[index], strict=True)]
-            dots = [
-                (local(one_replica(p, p.grad)) * d).sum(dtype=wide).to(device) for p, d in pairs if p.grad is not None
-            ]
-            products.append(torch.stack(dots).sum() if dots else torch.zeros((), dtype=wide, device=device))
+            members = (id(p) for index in tied for p in self.optimizer.param_groups[index]["params"])
+            dots = [self._dots[param].to(device) for param in members if param in self._dots]
+            zero = torch.zeros((), dtype=wide_dtype(device), device=device)
+            products.append(torch.stack(dots).sum() if dots else zero)
+        self._dots = {}
         slopes = torch.stack(products)
         if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:
             slopes = slopes / scale.to(device)  # GradScaler leaves unscaling to a fused optimizer

@@ -1,7 +1,8 @@
 """Move gradients from autograd to ``grad`` of the stacked parameters.
 
 :func:`hand_over` passes the gradient of a row to a collector as soon as autograd has it. The collector adds all of
-them to ``grad`` at the end, when nothing can fail any more.
+them to ``grad`` at the end, when nothing can fail any more; or each at once, if an optimizer steps in the backward
+pass (``in_backward``) and losses by this function were computed before.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ class Collector:
         self._strides = [row_strides(param[0]) for param in params]
         self.collected: list[Tensor | None] = []
 
-    def begin(self, passes: int) -> None:
-        """Forget what was collected; gradients will come in ``passes`` passes, each for some of the rows."""
+    def begin(self, passes: int, *, known: bool = False) -> None:
+        """Forget what was collected; gradients will come in ``passes`` passes, each for some of the rows.
+
+        ``known``: the losses were computed in this way before.
+        """
         self.collected, self._passes = [None] * len(self._params), passes
+        self._at_once = known and passes == 1 and any(param.has_hooks for param in self._params)
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:
         """Take the gradient [k, *shape] of ``rows`` of parameter ``index``."""
@@ -48,6 +53,12 @@ class Collector:
 
     def commit(self) -> None:
         """Add what was collected to ``grad`` of the parameters; leave parameters without a gradient alone."""
+        for index in range(len(self.collected)):
+            self._commit_one(index)
+        self.collected = []
+
+    def _commit_one(self, index: int) -> None:
+        """Add what was collected for a parameter to its ``grad``, and call its hooks."""
         raise NotImplementedError
 
     def unalias(self, collected: Sequence[Tensor | None]) -> None:
@@ -67,17 +78,20 @@ class LocalGradients(Collector):
         param, found = self._params[index], self.collected[index]
         if len(gradient) == len(param) and gradient.stride()[1:] == self._strides[index]:
             self.collected[index] = gradient
-            return
-        if found is None:
-            found = self.collected[index] = empty_rows(param[0], len(param)).zero_()
-        found[rows].copy_(gradient)
+        else:
+            if found is None:
+                found = self.collected[index] = empty_rows(param[0], len(param)).zero_()
+            found[rows].copy_(gradient)
+        if self._at_once:
+            self._commit_one(index)
 
-    def commit(self) -> None:
-        for param, found in zip(self._params, self.collected, strict=True):
-            if found is not None:
-                param.grad = found if param.grad is None else param.grad.add_(found)
-                param.gradient_version = times_written(param.grad)
-        self.collected = []
+    def _commit_one(self, index: int) -> None:
+        param, found = self._params[index], self.collected[index]
+        self.collected[index] = None
+        if found is not None:
+            param.grad = found if param.grad is None else param.grad.add_(found)
+            param.gradient_version = times_written(param.grad)
+            param.gradient_complete()
 
 
 class TeamGradients(LocalGradients):
@@ -90,12 +104,11 @@ class TeamGradients(LocalGradients):
         super().__init__(params)
         self._teams = slice(first), slice(first, None)
 
-    def commit(self) -> None:
-        for found in self.collected:
-            if found is not None:
-                for team in self._teams:
-                    found[team].copy_(_mean(found[team], found.dtype))
-        super().commit()
+    def _commit_one(self, index: int) -> None:
+        if (found := self.collected[index]) is not None:
+            for team in self._teams:
+                found[team].copy_(_mean(found[team], found.dtype))
+        super()._commit_one(index)
 
 
 class SharedGradients(Collector):
@@ -122,30 +135,38 @@ class SharedGradients(Collector):
             self.collected[index] = torch.mul(mean, share, out=self._empty(index, dtype))
         else:
             found.add_(mean, alpha=share)
+        if self._at_once and self._transport is None and self.syncs:
+            self._commit_one(index)
 
     def commit(self) -> None:
-        means = [
-            None if found is None else found.to(param.dtype)
-            for found, param in zip(self.collected, self._params, strict=True)
-        ]
-        self.collected = []
         if self._transport is not None and self.syncs:
+            means = [
+                None if found is None else found.to(param.dtype)
+                for found, param in zip(self.collected, self._params, strict=True)
+            ]
             unsynced = [param.grad[0] if self._unsynced and param.grad is not None else None for param in self._params]
             means = [_sum(mean, more) for mean, more in zip(means, unsynced, strict=True)]
-            means = self._over_processes(self._transport, means)
+            self.collected = self._over_processes(self._transport, means)
             for param, more in zip(self._params, unsynced, strict=True):
                 if more is not None:  # it is part of the mean now; kept until the all-reduce has succeeded
                     param.grad = None
         self._unsynced = not self.syncs
-        for param, mean in zip(self._params, means, strict=True):
-            if mean is None:
-                continue
-            if param.grad is None:
-                param.grad = mean.expand_as(param)
-            elif param.grad.stride(0) == 0:
-                param.grad[0].add_(mean)
-            else:  # the user gave the rows gradients of their own
-                param.grad.add_(mean)
+        super().commit()
+
+    def _commit_one(self, index: int) -> None:
+        param, found = self._params[index], self.collected[index]
+        self.collected[index] = None
+        if found is None:
+            return
+        mean = found.to(param.dtype)
+        if param.grad is None:
+            param.grad = mean.expand_as(param)
+        elif param.grad.stride(0) == 0:
+            param.grad[0].add_(mean)
+        else:  # the user gave the rows gradients of their own
+            param.grad.add_(mean)
+        if self.syncs:
+            param.gradient_complete()
 
     def _empty(self, index: int, dtype: torch.dtype) -> Tensor:
         param = self._params[index]
@@ -174,7 +195,7 @@ class SharedGradients(Collector):
 class FiniteRows(Collector):
     """Collects whether the gradients of each replica are finite, and keeps none of them."""
 
-    def begin(self, passes: int) -> None:
+    def begin(self, passes: int, *, known: bool = False) -> None:
         self._good = torch.ones(len(self._params), len(self._params[0]), dtype=torch.bool)
 
     def take(self, index: int, rows: slice, gradient: Tensor) -> None:

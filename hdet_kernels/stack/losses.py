@@ -77,7 +77,7 @@ class ReplicaLosses:
         unwritten = batch.copy() if step > 1 and kind not in self._changed_buffers else batch
         reason = None
         try:
-            losses = self.compute_once(loss_fn, batch, step, gradients)
+            losses = self.compute_once(loss_fn, batch, step, gradients, known=kind in self._changed_buffers)
         except Exception as error:
             rollback.restore()
             if step > 1 and isinstance(error, torch.OutOfMemoryError):
@@ -125,13 +125,22 @@ class ReplicaLosses:
         return _code_of(loss_fn), has_gradients, self.module.training
 
     def compute_once(
-        self, loss_fn: LossFunction, batch: Batch, step: int | None, gradients: Collector | None
+        self,
+        loss_fn: LossFunction,
+        batch: Batch,
+        step: int | None,
+        gradients: Collector | None,
+        *,
+        known: bool = False,
     ) -> Tensor:
-        """Return the losses [R], computing ``step`` replicas at a time (default: all), without a second attempt."""
+        """Return the losses [R], computing ``step`` replicas at a time (default: all), without a second attempt.
+
+        ``known``: they were computed in this way before, so that no second attempt is to be expected.
+        """
         step = step or self._replicas
         starts = range(0, self._replicas, step)
         if gradients is not None:
-            gradients.begin(len(starts))
+            gradients.begin(len(starts), known=known)
         losses = []
         with torch.set_grad_enabled(gradients is not None), self._template.refuse_gradients():
             for start in starts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_flag, check_kind
 from hdet_kernels.tensors import compact, distinct, has_overlap
@@ -38,6 +40,7 @@ class StackedParameter(nn.Parameter):
     """
 
     shares_gradient: bool
+    _hooks: OrderedDict[int, Callable[[Tensor], None]]
     #: How often a local gradient was written when ``stack.backward`` was done with it; None before.
     gradient_version: int | None = None
 
@@ -49,12 +52,29 @@ class StackedParameter(nn.Parameter):
             raise ValueError("a stacked parameter has shape [R, *shape], got a tensor without dimensions")
         created: StackedParameter = super().__new__(cls, data, requires_grad)
         created.shares_gradient = shares_gradient
+        created._hooks = OrderedDict()
         return created
 
     @property
     def replicas(self) -> int:
         """R, the number of rows."""
         return self.shape[0]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call ``hook`` with the parameter as soon as ``stack.backward`` has completed its ``grad``."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody waits for ``grad``."""
+        return bool(self._hooks)
+
+    def gradient_complete(self) -> None:
+        """Call the hooks."""
+        for hook in list(self._hooks.values()):
+            hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackedParameter:
         if id(self) not in memo:

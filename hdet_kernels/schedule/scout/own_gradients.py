@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch.distributed as dist
@@ -12,50 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hdet_kernels.ddp_hook import hook_of, may_have_hook
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule.scout.rounds import first_team
 from hdet_kernels.stack import ReplicaStack, StackEnsemble
-from hdet_kernels.torch_internals import has_comm_hook
-
-
-class TeamHook:
-    """A communication hook of a DDP model that averages gradients over a team, or over all processes as DDP does.
-
-    DDP keeps a hook for good, so that a model has one of these however many searches it sees.
-
-    Attributes:
-        group: the processes of the team; None for all of DDP's.
-    """
-
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self.group: dist.ProcessGroup | None = None
-        self._all = wrapper.process_group
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return nothing: a copy of the model has process groups of its own, and no hook."""
-        return {}
-
-    def __call__(self, bucket: Any) -> Any:
-        """Start the average of a bucket of gradients, and return the future of it."""
-        group = self._all if self.group is None else self.group
-        gradients = bucket.buffer().mul_(1 / dist.get_world_size(group))  # as DDP does without a hook
-        started = dist.all_reduce(gradients, group=group, async_op=True)
-        return started.get_future().then(lambda done: done.value()[0])
-
-
-def _averaged(hook, bucket):  # type: ignore[no-untyped-def]  # DDP takes its own annotations only, and no strings
-    return hook(bucket)
-
-
-_HOOKS: WeakKeyDictionary[DistributedDataParallel, TeamHook] = WeakKeyDictionary()
-
-
-def _hook_of(wrapper: DistributedDataParallel) -> TeamHook:
-    if wrapper not in _HOOKS:
-        _HOOKS[wrapper] = hook = TeamHook(wrapper)
-        wrapper.register_comm_hook(hook, _averaged)
-    return _HOOKS[wrapper]
 
 
 def wrappers_in(ensemble: Ensemble, model: object) -> list[DistributedDataParallel]:
@@ -76,8 +36,7 @@ def can_form_teams(ensemble: Ensemble, model: object) -> bool:
         return False
     wrappers = wrappers_in(ensemble, model)
     return bool(wrappers) and all(
-        dist.get_process_group_ranks(wrapper.process_group) == ensemble.ranks()
-        and (wrapper in _HOOKS or not has_comm_hook(wrapper))
+        dist.get_process_group_ranks(wrapper.process_group) == ensemble.ranks() and may_have_hook(wrapper)
         for wrapper in wrappers
     )
 
@@ -107,7 +66,7 @@ class OwnGradients:
         stack = ensemble.stack if isinstance(ensemble, StackEnsemble) else None
         self._stack: ReplicaStack | None = stack if stack is not None and stack.gradients == "shared" else None
         self._wrappers = wrappers_in(ensemble, model)
-        self._hooks = [_hook_of(wrapper) for wrapper in self._wrappers] if teams else []
+        self._hooks = [hook_of(wrapper) for wrapper in self._wrappers] if teams else []
         self._team: ProcessEnsemble | None = None
         self._before: list[tuple[bool, bool]] = []
         self._on = False

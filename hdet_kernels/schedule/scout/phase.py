@@ -28,7 +28,7 @@ from hdet_kernels.schedule.acts import Act
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.build import one_cycle_at, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.gradients import fingerprint
+from hdet_kernels.schedule.gradients import Fingerprint, Pairs
 from hdet_kernels.schedule.losses import NONE_RECORDED, Loss, checked_loss, run_probe
 from hdet_kernels.schedule.scout.comparison import (
     RoundLosses,
@@ -168,6 +168,7 @@ class Scouting:
         self._probed: float | Tensor = math.nan
         self._failure: Exception | None = None
         self._fingerprint: Tensor | None = None
+        self._compared: Fingerprint | None = None
         #: Whether it is known that the replicas have different gradients.
         self.certain = own.certain
         self._begin_round()
@@ -269,12 +270,21 @@ class Scouting:
     # A step
 
     def before_optimizer_step(self) -> None:
-        """Copy everything before the first step, and look at the gradients. A hook of the optimizer."""
+        """Copy everything before the first step. A hook of the optimizer, before every step."""
         if self.start.step is None and self.start.can_copy:
             self._keep_start()
         self.moved = True
-        if not self.certain:
-            self._fingerprint = fingerprint(self.optimizer.param_groups)
+        self._compared = None if self.certain else Fingerprint()
+
+    def look(self, pairs: Pairs) -> None:
+        """Read some of the gradients of a step, or all. A hook of the optimizer, before they are used."""
+        if self._compared is not None:
+            self._compared.look(pairs)
+
+    def looked(self) -> None:
+        """Note what all gradients of a step have shown. A hook of the optimizer."""
+        if self._compared is not None:
+            self._fingerprint = self._compared.value(self.optimizer.param_groups)
 
     def _keep_start(self) -> None:
         self.own.share_state()

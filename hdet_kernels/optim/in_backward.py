@@ -1,0 +1,327 @@
+"""Step parameters during the backward pass, as soon as their gradients are complete, and free the gradients.
+
+With ``in_backward`` a flat buffer has several parts. A hook on each parameter counts the gradients that have come. A
+part with all of them is stepped in one launch, and its gradients are released, when the next gradient comes: by then
+every hook on its own has run. ``optimizer.step()`` steps what is left, and ends the step.
+
+=================== ====================================================================================================
+a parameter is      because
+=================== ====================================================================================================
+waiting             its gradient has not come, or it came inside of :meth:`BackwardSteps.accumulate`
+arrived             its gradient is complete: autograd, FSDP2, or the all-reduce of DDP has called
+stepped             its part was stepped in this backward pass
+=================== ====================================================================================================
+
+Between ``backward()`` and ``step()`` nothing may need gradients any more. Wherever something may change them there,
+``step()`` alone takes the first step, and what was changed raises: :meth:`BackwardSteps.check_untouched`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet_kernels.checks import check_choice, check_kind
+from hdet_kernels.ddp_hook import hook_of
+from hdet_kernels.sharded import is_distributed, part_of
+from hdet_kernels.tensors import replicas_of
+from hdet_kernels.torch_internals import times_written
+
+if TYPE_CHECKING:
+    from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
+
+Clipping = Literal["previous", "tensor"]
+
+#: Bytes of gradients that are stepped at once. Fewer cost launches, more keep gradients for longer.
+CHUNK_BYTES = 32 * 2**20
+
+WAITING, ARRIVED, STEPPED = range(3)
+
+
+@dataclass(frozen=True)
+class InBackward:
+    """How parameters are stepped in the backward pass: ``in_backward=True`` has the defaults.
+
+    Args:
+        clip: how ``max_grad_norm`` is meant, because the norm of all gradients is not known before the last of them.
+            ``"previous"`` scales by the norm that the gradients had at the step before; the first step is not clipped,
+            and a norm that is not finite is not remembered. ``"tensor"`` clips every gradient by its own norm.
+        model: the ``DistributedDataParallel`` that the parameters are in. They are stepped after its all-reduce.
+        chunk_bytes: bytes of gradients that are stepped at once.
+    """
+
+    clip: Clipping | None = None
+    model: DistributedDataParallel | None = None
+    chunk_bytes: int = CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check_choice("clip", self.clip, get_args(Clipping))
+        if self.model is not None:
+            remedy = "leave it out for a model that is not wrapped, or sharded by fully_shard"
+            check_kind("model", self.model, DistributedDataParallel, "a DistributedDataParallel", remedy=remedy)
+        if isinstance(self.chunk_bytes, bool) or not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be a positive whole number, got {self.chunk_bytes!r}; try {2**25}")
+
+    def check_max_grad_norm(self, value: float | None) -> None:
+        """Raise ValueError if gradients are to be clipped by a norm that is not known in the backward pass yet."""
+        if value is not None and self.clip is None:
+            raise ValueError(
+                f"max_grad_norm={value:g} needs all gradients, and in_backward uses the first while the last are "
+                'computed: pass in_backward=InBackward(clip="previous") to clip by the norm of the step before, '
+                'InBackward(clip="tensor") to clip every gradient by its own, or leave in_backward out for the exact '
+                "norm"
+            )
+
+    def check_param(self, index: int, param: Tensor) -> None:
+        """Raise ValueError if a parameter cannot be stepped in the backward pass with these settings."""
+        if self.clip == "tensor" and (count := replicas_of(param)) is not None:
+            raise ValueError(
+                f'parameter {index} is a stack of {count} replicas, whose gradients InBackward(clip="tensor") would '
+                'clip together: use clip="previous", which has a norm for each replica'
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields without the model: a copy of the optimizer has other parameters."""
+        return {"clip": self.clip, "model": None, "chunk_bytes": self.chunk_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+
+class SteppingOptimizer(Protocol):
+    """The members of :class:`.base.FusedOptimizer` that step a part."""
+
+    @property
+    def max_grad_norm(self) -> float | None: ...
+    @property
+    def accumulates(self) -> Callable[[], bool]: ...
+
+    def begin_step(self) -> None: ...
+    def step_parts(self, parts: Sequence[tuple[FlatGroup, Part]], gradient_of: GradientOf) -> None: ...
+
+
+class BackwardSteps:
+    """The steps of one optimizer in its backward passes.
+
+    Args:
+        optimizer: the optimizer; it is not kept alive.
+        flat_groups: its parameters.
+        settings: how they are stepped.
+    """
+
+    def __init__(self, optimizer: SteppingOptimizer, flat_groups: Sequence[FlatGroup], settings: InBackward) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.settings, self._flat_groups = settings, flat_groups
+        self._accumulates = False
+        self._lock = threading.Lock()  # gloo calls back from several threads
+        self.begun = False
+        # Parts by number, because a flat buffer that is laid out anew has others in the same places.
+        places = [(flat, number) for flat in flat_groups for number in range(len(flat.parts))]
+        self._members = [self._params_of(*place) for place in places]
+        self._parts = places
+        self._part_of = {id(param): part for part, members in enumerate(self._members) for param in members}
+        self._states = dict.fromkeys(self._part_of, WAITING)
+        self._given: dict[int, Tensor] = {}  # gradients that are not in ``grad`` yet: those of DDP
+        # Tied parameters are complete only when all of them have arrived.
+        self._always = [self._tied_of(*place) for place in places]
+        self._expected = [sum(param.requires_grad for param in members) for members in self._members]
+        self._waiting_for = list(self._expected)
+        self._ready: list[int] = []
+        #: Whether this step is taken by ``step()`` alone.
+        self._holds = self._changes_are_possible()
+        self._seen: list[tuple[Tensor, int, int]] | None = []  # of the first step: gradients as they came
+        if settings.model is None:
+            handles = [
+                param.register_post_accumulate_grad_hook(partial(_arrive, weakref.ref(self)))
+                for members in self._members
+                for param in members
+                if param.requires_grad or not param.is_leaf
+            ]
+        else:
+            handles = [hook_of(settings.model).listen(partial(_arrive_bucket, weakref.ref(self)))]
+        self._handles = handles
+        weakref.finalize(optimizer, _remove, handles).atexit = False
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        _remove(self._handles)
+
+    def hold_first(self) -> None:
+        """Take the first step by ``step()`` alone: something looks at all parameters before it."""
+        self._holds = self._holds or self._seen is not None
+
+    @staticmethod
+    def _params_of(flat: FlatGroup, number: int) -> list[Tensor]:
+        slots = flat.parts[number].slots
+        return [param for index in slots for param in flat.params[index]]
+
+    @staticmethod
+    def _tied_of(flat: FlatGroup, number: int) -> set[int]:
+        slots = flat.parts[number].slots
+        tied = [flat.params[index] for index in slots if len(flat.params[index]) > 1]
+        return {id(param) for several in tied for param in several if param.requires_grad}
+
+    def _changes_are_possible(self) -> bool:
+        """Return whether something unnoticed may change gradients before ``step()``.
+
+        A GradScaler unscales those of float32 parameters, DistributedDataParallel averages those of several processes.
+        """
+        params = [param for members in self._members for param in members]
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        averaged = not alone and self.settings.model is None and not any(map(is_distributed, params))
+        return averaged or any(param.dtype == torch.float32 for param in params)
+
+    # What a backward pass calls
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let backward passes in this block accumulate gradients, and step none."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def arrive(self, optimizer: SteppingOptimizer, param: Tensor) -> None:
+        """Note that autograd or FSDP2 has completed the gradient of a parameter; step the parts that were complete."""
+        if self._accumulates or optimizer.accumulates() or param.grad is None:
+            return
+        self._note(param)
+        if self._seen is not None:
+            grad = part_of(param.grad)
+            self._seen.append((param, times_written(grad), grad.data_ptr()))
+        if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
+            if self._seen is not None:
+                grad = part_of(param.grad)
+                self._seen[-1] = param, times_written(grad), grad.data_ptr()
+        if self._holds:
+            return
+        self._step_ready(optimizer)
+        self._count(param)
+
+    def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Note averaged gradients of DDP, and step the parts that are complete."""
+        if self._accumulates or optimizer.accumulates():
+            return
+        assert self.settings.model is not None
+        if self.settings.model.find_unused_parameters:
+            return  # which are unused is known at the end, and they are not to be stepped
+        with self._lock:
+            for param, grad in zip(params, grads, strict=True):
+                if id(param) not in self._states:
+                    continue  # another optimizer's
+                self._note(param)
+                if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
+                    grad.mul_((optimizer.max_grad_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
+                self._given[id(param)] = grad
+                self._count(param)
+            if self._holds:
+                self._ready, self._given = [], {}
+                return
+            self._step_ready(optimizer)
+
+    def _note(self, param: Tensor) -> None:
+        if self._states[id(param)] != WAITING:
+            raise RuntimeError(
+                f"a second backward pass before optimizer.step() reached a parameter of shape {tuple(param.shape)}, "
+                "which in_backward steps in the first: run the passes before the last inside of `with "
+                "optimizer.accumulate():`, add the losses and call backward() once, or build the optimizer without "
+                "in_backward"
+            )
+        self._states[id(param)] = ARRIVED
+
+    def _count(self, param: Tensor) -> None:
+        part = self._part_of[id(param)]
+        self._waiting_for[part] -= 1
+        if self._waiting_for[part] <= 0 and all(self._states[each] != WAITING for each in self._always[part]):
+            self._ready.append(part)
+
+    @torch.no_grad()
+    def _step_ready(self, optimizer: SteppingOptimizer) -> None:
+        ready, self._ready = self._ready, []
+        if not ready:
+            return
+        optimizer.begin_step()
+        for part in ready:
+            flat, number = self._parts[part]
+            optimizer.step_parts([(flat, flat.parts[number])], self._arrived_gradient)
+            self._release(part)
+
+    def _arrived_gradient(self, param: Tensor) -> Tensor | None:
+        if self._states[id(param)] != ARRIVED:
+            return None
+        return self._given.get(id(param), param.grad)
+
+    def _release(self, part: int) -> None:
+        for param in self._members[part]:
+            if self._states[id(param)] == ARRIVED:
+                self._states[id(param)] = STEPPED
+                self._given.pop(id(param), None)
+                if self.settings.model is None:
+                    param.grad = None
+
+    # What optimizer.step() calls
+
+    def gradient_left(self, param: Tensor) -> Tensor | None:
+        """Return the gradient of a parameter that was not stepped in the backward pass."""
+        return None if self._states[id(param)] == STEPPED else param.grad
+
+    def check_untouched(self) -> None:
+        """Raise RuntimeError if, at the first step, gradients were changed after the backward pass."""
+        for param, version, address in self._seen or ():
+            if self._states[id(param)] == STEPPED or param.grad is None:
+                continue
+            grad = part_of(param.grad)
+            if (times_written(grad), grad.data_ptr()) != (version, address):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} was changed between backward() and "
+                    "step(), when in_backward has used it: for clip_grad_norm_ pass max_grad_norm= and "
+                    'in_backward=InBackward(clip="previous"), for DistributedDataParallel '
+                    "in_backward=InBackward(model=model), in the place of a GradScaler train in bfloat16"
+                )
+
+    def end_step(self) -> None:
+        """Release the gradients of what was stepped, and wait for the next backward pass."""
+        for part, members in enumerate(self._members):
+            came = [id(param) for param in members if self._states[id(param)] != WAITING]
+            for param in members:
+                if self._states[id(param)] != WAITING:
+                    param.grad = None
+                    self._states[id(param)] = WAITING
+            if came:
+                self._expected[part] = len(came)
+        self._waiting_for = list(self._expected)
+        self._ready, self._given, self._seen = [], {}, None
+        self._holds = self.begun = False
+
+
+def _arrive(steps: weakref.ref[BackwardSteps], param: Tensor) -> None:
+    _call(steps, BackwardSteps.arrive, param)
+
+
+def _arrive_bucket(steps: weakref.ref[BackwardSteps], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    _call(steps, BackwardSteps.arrive_bucket, params, grads)
+
+
+def _call(steps: weakref.ref[BackwardSteps], method: Callable[..., None], *given: Any) -> None:
+    """Call a method as long as its optimizer lives: hooks outlive it in the parameters."""
+    if (found := steps()) is not None and (optimizer := found._optimizer()) is not None:
+        method(found, optimizer, *given)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
