@@ -141,7 +141,7 @@ class BackwardSteps:
         self._ready: list[int] = []
         #: Whether this step is taken by ``step()`` alone.
         self._holds = self._changes_are_possible()
-        self._seen: list[tuple[Tensor, int, int]] | None = []  # of the first step: gradients as they came
+        self._seen: list[tuple[Tensor, tuple[int, int]]] | None = []  # of the first step: gradients as they came
         if settings.model is None:
             handles = [
                 param.register_post_accumulate_grad_hook(partial(_arrive, weakref.ref(self)))
@@ -199,14 +199,10 @@ class BackwardSteps:
         if self._accumulates or optimizer.accumulates() or param.grad is None:
             return
         self._note(param)
-        if self._seen is not None:
-            grad = part_of(param.grad)
-            self._seen.append((param, times_written(grad), grad.data_ptr()))
         if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
-            if self._seen is not None:
-                grad = part_of(param.grad)
-                self._seen[-1] = param, times_written(grad), grad.data_ptr()
+        if self._seen is not None:
+            self._seen.append((param, _trace(param.grad)))
         if self._holds:
             return
         self._step_ready(optimizer)
@@ -281,11 +277,10 @@ class BackwardSteps:
 
     def check_untouched(self) -> None:
         """Raise RuntimeError if, at the first step, gradients were changed after the backward pass."""
-        for param, version, address in self._seen or ():
+        for param, trace in self._seen or ():
             if self._states[id(param)] == STEPPED or param.grad is None:
                 continue
-            grad = part_of(param.grad)
-            if (times_written(grad), grad.data_ptr()) != (version, address):
+            if _trace(param.grad) != trace:
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(param.shape)} was changed between backward() and "
                     "step(), when in_backward has used it: for clip_grad_norm_ pass max_grad_norm= and "
@@ -306,6 +301,12 @@ class BackwardSteps:
         self._waiting_for = list(self._expected)
         self._ready, self._given, self._seen = [], {}, None
         self._holds = self.begun = False
+
+
+def _trace(gradient: Tensor) -> tuple[int, int]:
+    """Return what changes with a gradient: how often it was written in place, and where it is."""
+    part = part_of(gradient)
+    return times_written(part), part.data_ptr() if part.layout is torch.strided else id(part)
 
 
 def _arrive(steps: weakref.ref[BackwardSteps], param: Tensor) -> None:

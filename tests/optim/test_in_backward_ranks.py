@@ -1,0 +1,236 @@
+"""Steps in the backward pass of several processes: after DDP's all-reduce, on FSDP2's shards, between replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet_kernels as hk
+from hdet_kernels.optim.in_backward import STEPPED, InBackward
+from tests.optim.sharded_net import whole
+from tests.ranks import run_ranks
+
+#: Bytes of a part, and of a bucket of DDP.
+SMALL, BUCKET = 1500, 0.02
+WIDTH, LAYERS = 40, 6
+
+
+def network(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
+
+
+def wrapped(kind: str, dtype: torch.dtype) -> nn.Module:
+    """Return the network as it is, in DDP, or sharded: by layers, over all processes or over half of them."""
+    module = network(dtype)
+    if kind.startswith("ddp"):
+        return DistributedDataParallel(
+            module,
+            bucket_cap_mb=BUCKET,
+            gradient_as_bucket_view=kind == "ddp-view",
+            find_unused_parameters=kind == "ddp-unused",
+        )
+    if kind != "replicas":
+        shape = (dist.get_world_size(),) if kind != "hsdp" else (2, dist.get_world_size() // 2)
+        names = ("replicate", "shard")[-len(shape) :]
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+        if kind == "fsdp-mixed":
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for part in (*module, module):
+            fully_shard(part, **options)
+    return module
+
+
+def micro_batch(module: Any, kind: str, last: bool, seed: int) -> None:
+    """Make a backward pass as the loop of a user makes it that accumulates."""
+    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(next(module.parameters()).dtype)
+    with module.no_sync() if kind.startswith("ddp") and not last else contextlib.nullcontext():
+        if kind.startswith(("fsdp", "hsdp")):
+            module.set_requires_gradient_sync(last)
+        (module(inputs) - inputs).float().square().mean().backward()
+
+
+def train(
+    rank: int, kind: str, dtype: torch.dtype, make: Callable[..., Any], micro: int, early: bool, **options: Any
+) -> tuple[list[Tensor], list[int]]:
+    """Return parameters and state, and how many parameters every backward pass stepped."""
+    module = wrapped(kind, dtype)
+    model = module if kind.startswith("ddp") else None
+    clip: Any = "previous" if early and "max_grad_norm" in options else None
+    settings = InBackward(clip, model, SMALL) if early else False
+    optimizer = make(module.parameters(), lr=0.01, in_backward=settings, **options)
+    stepped = []
+    for step in range(4):
+        for number in range(micro):
+            micro_batch(module, kind, number == micro - 1, 1000 * rank + 10 * step + number)
+        states = optimizer._early._states.values() if early else ()
+        stepped.append(sum(state == STEPPED for state in states))
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [optimizer.state[param] for param in module.parameters()]
+    entries = [entry[name] for entry in states for name in sorted(entry)]
+    return [whole(tensor) for tensor in (*module.parameters(), *entries)], stepped
+
+
+def _both(rank: int, kind: str, dtype: torch.dtype, rule: str, micro: int, options: dict[str, Any]) -> Any:
+    make = getattr(hk, rule)
+    (plain, _), (early, stepped) = (train(rank, kind, dtype, make, micro, each, **options) for each in (False, True))
+    return all(map(torch.equal, plain, early)), stepped
+
+
+KINDS = ("replicas", "ddp", "ddp-view", "fsdp", "fsdp-mixed", "hsdp")
+ALL_PRECISIONS = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16-int8": (torch.bfloat16, {"stochastic_rounding": True, "state_dtype": "int8"}),
+}
+
+
+def _table(rank: int, kinds: tuple[str, ...], precisions: tuple[str, ...], rules: tuple[str, ...]) -> Any:
+    found = {}
+    for kind in kinds:
+        for precision in precisions:
+            for rule in rules if not kind.startswith(("fsdp", "hsdp")) else rules[:1]:  # Muon is for whole matrices
+                for micro in (1, 3) if kind != "replicas" else (1,):
+                    found[kind, precision, rule, micro] = _both(rank, kind, *_given(precision, rule, micro))
+    return found
+
+
+def _given(precision: str, rule: str, micro: int) -> tuple[torch.dtype, str, int, dict[str, Any]]:
+    dtype, options = ALL_PRECISIONS[precision]
+    return dtype, rule, micro, options
+
+
+def check(found: dict[tuple[Any, ...], tuple[bool, list[int]]]) -> None:
+    for case, (equal, stepped) in found.items():
+        assert equal, case
+        assert min(stepped[1:]) >= LAYERS - 1, (case, stepped)
+        # In the first step of float32 a GradScaler may change gradients, and an average over replicas that are alone.
+        held = case[1] == "fp32" or case[0] == "replicas"
+        assert (stepped[0] == 0) == held, (case, stepped)
+
+
+def test_wrapped_models_have_the_bits_of_step() -> None:
+    for found in run_ranks(2, _table, ("replicas", "ddp", "fsdp"), ("fp32", "bf16-int8"), ("FusedAdamW",)):
+        check(found)
+
+
+@pytest.mark.full
+def test_every_wrapper_precision_and_kind_of_accumulation() -> None:
+    for found in run_ranks(4, _table, KINDS, ("bf16", "bf16-int8"), ("FusedLion", "FusedMuon")):
+        check(found)
+
+
+def _clipped(rank: int, kind: str) -> list[Tensor]:
+    """Return the parameters, clipped by the norm before; and those of torch, scaled by hand by that norm."""
+    early, _ = train(rank, kind, torch.float32, hk.FusedSGD, 1, True, max_grad_norm=0.01)
+    module = wrapped(kind, torch.float32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    norm = None
+    for step in range(4):
+        micro_batch(module, kind, True, 1000 * rank + 10 * step)
+        own = nn.utils.get_total_norm([param.grad for param in module.parameters() if param.grad is not None])
+        own = whole(own)
+        if norm is not None:
+            nn.utils.clip_grads_with_norm_(module.parameters(), 0.01, norm)
+        norm = own
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*early, *(whole(param) for param in module.parameters())]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_norm_of_the_step_before_is_that_of_the_whole_gradient(kind: str) -> None:
+    for found in run_ranks(2, _clipped, kind):
+        half = len(found) // 2
+        for mine, other in zip(found[:half], found[half:], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def _undeclared(rank: int, kind: str) -> tuple[str, bool]:
+    """Return the error of an optimizer that does not know of DDP, and whether the parameters are as before."""
+    module = wrapped(kind, torch.bfloat16)
+    optimizer = hk.FusedAdamW(module.parameters(), in_backward=True)
+    before = [param.detach().clone() for param in module.parameters()]
+    micro_batch(module, kind, True, rank)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), all(map(torch.equal, before, module.parameters()))
+    return "", False
+
+
+@pytest.mark.parametrize("kind", ["ddp", "ddp-view"])
+def test_ddp_that_the_optimizer_does_not_know_of_raises_before_anything_is_modified(kind: str) -> None:
+    for message, untouched in run_ranks(2, _undeclared, kind):
+        assert "InBackward(model=model)" in message
+        assert untouched
+
+
+def _unused(rank: int) -> tuple[bool, list[int]]:
+    """DDP tells only at the end which parameters no process has used: ``step()`` takes all of them."""
+    return _both(rank, "ddp-unused", torch.bfloat16, "FusedAdamW", 1, {})
+
+
+def test_with_unused_parameters_step_does_what_it_always_does() -> None:
+    for equal, stepped in run_ranks(2, _unused):
+        assert equal
+        assert stepped == [0, 0, 0, 0]
+
+
+def _second_hook(rank: int) -> str:
+    module = wrapped("ddp", torch.float32)
+    module.register_comm_hook(None, default_hooks.allreduce_hook)  # type: ignore[operator]
+    try:
+        hk.FusedAdamW(module.parameters(), in_backward=InBackward(model=module))  # type: ignore[arg-type]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_of_the_user_is_not_replaced() -> None:
+    for message in run_ranks(2, _second_hook):
+        assert "register_comm_hook" in message
+
+
+def _scheduled(rank: int, kind: str) -> Any:
+    """Return parameters and history of HDET's replicas under DDP and alone, and how much was stepped early."""
+    runs = []
+    for early in (False, True):
+        module = wrapped(kind, torch.float32)
+        model: Any = module if kind == "ddp" else None
+        settings = InBackward(model=model, chunk_bytes=SMALL) if early else False
+        optimizer = hk.FusedAdamW(module.parameters(), lr=0.01, in_backward=settings)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 30, sync_every=2, model=model)
+        stepped = 0
+        for step in range(30):
+            inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+            loss = (module(inputs) - inputs).square().mean()
+            loss.backward()
+            stepped += sum(state == STEPPED for state in optimizer._early._states.values()) if early else 0
+            optimizer.step()
+            scheduler.step(loss)
+            optimizer.zero_grad()
+        history = [(record.step, record.losses, record.base, record.gradients) for record in scheduler.history]
+        runs.append(([whole(param) for param in module.parameters()], history, stepped))
+    return runs
+
+
+@pytest.mark.parametrize("kind", ["ddp", "replicas"])
+def test_replicas_under_a_scheduler_train_alike(kind: str) -> None:
+    """The scheduler finds out whether gradients are shared, though it sees them in parts."""
+    for (plain, history, _), (early, same, stepped) in run_ranks(2, _scheduled, kind):
+        assert all(map(torch.equal, plain, early))
+        assert repr(same) == repr(history)
+        assert {record[-1] for record in same[1:]} == {"shared" if kind == "ddp" else "local"}
+        assert stepped > 20 * LAYERS
