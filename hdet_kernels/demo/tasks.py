@@ -1,7 +1,11 @@
-"""The task of the demo: a byte-level language model of the standard library's source, for a laptop's CPU."""
+"""The task of the demo, a byte-level language model of the standard library's source, and one of the examples, digits.
+
+Both use data that comes with Python or scikit-learn, and are small enough for a laptop's CPU.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sysconfig
 from pathlib import Path
 
@@ -66,6 +70,29 @@ class TextTask:
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         windows = text[starts[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]
+
+
+class DigitsTask:
+    """Classify scikit-learn's 1797 handwritten digits, 8×8 pixels; every fifth is held out."""
+
+    batch_size = 16
+
+    def __init__(self) -> None:
+        pixels, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+        inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels).long()
+        unseen = torch.arange(len(targets)) % 5 == 0
+        self.train, self.unseen = (inputs[~unseen], targets[~unseen]), (inputs[unseen], targets[unseen])
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def batch(self, generator: Generator) -> Batch:
+        inputs, targets = self.train
+        chosen = torch.randint(len(targets), (self.batch_size,), generator=generator)
+        return inputs[chosen], targets[chosen]
+
+    def held_out(self) -> Batch:
+        return self.unseen
 
 
 class ByteTransformer(nn.Module):
