@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hdet_kernels.checks import check_choice, check_kind
 from hdet_kernels.ddp_hook import hook_of
 from hdet_kernels.sharded import is_distributed, part_of
-from hdet_kernels.tensors import replicas_of
+from hdet_kernels.tensors import replicas_of, wide_dtype
 from hdet_kernels.torch_internals import times_written
 
 if TYPE_CHECKING:
@@ -123,62 +123,64 @@ class BackwardSteps:
 
     def __init__(self, optimizer: SteppingOptimizer, flat_groups: Sequence[FlatGroup], settings: InBackward) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.settings, self._flat_groups = settings, flat_groups
-        self._accumulates = False
+        self.settings = settings
+        self._accumulates = self._removed = False
         self._lock = threading.Lock()  # gloo calls back from several threads
         self.begun = False
         # Parts by number, because a flat buffer that is laid out anew has others in the same places.
-        places = [(flat, number) for flat in flat_groups for number in range(len(flat.parts))]
-        self._members = [self._params_of(*place) for place in places]
-        self._parts = places
-        self._part_of = {id(param): part for part, members in enumerate(self._members) for param in members}
-        self._states = dict.fromkeys(self._part_of, WAITING)
+        self._parts = [(flat, number) for flat in flat_groups for number in range(len(flat.parts))]
+        tied = [[flat.params[index] for index in flat.parts[number].slots] for flat, number in self._parts]
+        self._members = [[param for several in slots for param in several] for slots in tied]
+        self._params = [param for members in self._members for param in members]
+        self._part_of = [part for part, members in enumerate(self._members) for _ in members]
+        self._index = {id(param): index for index, param in enumerate(self._params)}
+        self._states = [WAITING] * len(self._params)
         self._given: dict[int, Tensor] = {}  # gradients that are not in ``grad`` yet: those of DDP
         # Tied parameters are complete only when all of them have arrived.
-        self._always = [self._tied_of(*place) for place in places]
+        self._together = [
+            [
+                self._index[id(param)]
+                for several in slots
+                if len(several) > 1
+                for param in several
+                if param.requires_grad
+            ]
+            for slots in tied
+        ]
         self._expected = [sum(param.requires_grad for param in members) for members in self._members]
         self._waiting_for = list(self._expected)
         self._ready: list[int] = []
         #: Whether this step is taken by ``step()`` alone.
         self._holds = self._changes_are_possible()
-        self._seen: list[tuple[Tensor, tuple[int, int]]] | None = []  # of the first step: gradients as they came
-        if settings.model is None:
-            handles = [
-                param.register_post_accumulate_grad_hook(partial(_arrive, weakref.ref(self)))
-                for members in self._members
-                for param in members
-                if param.requires_grad or not param.is_leaf
+        # Of the first step: gradients as they came, by what changes with them, and a checksum.
+        self._seen: list[tuple[int, tuple[int, int], Tensor]] | None = []
+        own: weakref.ref[BackwardSteps] = weakref.ref(self)
+        self._handles = (
+            [
+                param.register_post_accumulate_grad_hook(partial(_arrive, own, index))
+                for index, param in enumerate(self._params)
+                if param.requires_grad
             ]
-        else:
-            handles = [hook_of(settings.model).listen(partial(_arrive_bucket, weakref.ref(self)))]
-        self._handles = handles
-        weakref.finalize(optimizer, _remove, handles).atexit = False
+            if settings.model is None
+            else [hook_of(settings.model).listen(partial(_arrive_bucket, own))]
+        )
+        weakref.finalize(optimizer, _remove, self._handles).atexit = False
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks: another has taken the place of this one."""
+        self._removed = True
         _remove(self._handles)
 
     def hold_first(self) -> None:
         """Take the first step by ``step()`` alone: something looks at all parameters before it."""
         self._holds = self._holds or self._seen is not None
 
-    @staticmethod
-    def _params_of(flat: FlatGroup, number: int) -> list[Tensor]:
-        slots = flat.parts[number].slots
-        return [param for index in slots for param in flat.params[index]]
-
-    @staticmethod
-    def _tied_of(flat: FlatGroup, number: int) -> set[int]:
-        slots = flat.parts[number].slots
-        tied = [flat.params[index] for index in slots if len(flat.params[index]) > 1]
-        return {id(param) for several in tied for param in several if param.requires_grad}
-
     def _changes_are_possible(self) -> bool:
         """Return whether something unnoticed may change gradients before ``step()``.
 
         A GradScaler unscales those of float32 parameters, DistributedDataParallel averages those of several processes.
         """
-        params = [param for members in self._members for param in members]
+        params = self._params
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         averaged = not alone and self.settings.model is None and not any(map(is_distributed, params))
         return averaged or any(param.dtype == torch.float32 for param in params)
@@ -194,55 +196,53 @@ class BackwardSteps:
         finally:
             self._accumulates = before
 
-    def arrive(self, optimizer: SteppingOptimizer, param: Tensor) -> None:
+    def arrive(self, optimizer: SteppingOptimizer, index: int, param: Tensor) -> None:
         """Note that autograd or FSDP2 has completed the gradient of a parameter; step the parts that were complete."""
         if self._accumulates or optimizer.accumulates() or param.grad is None:
             return
-        self._note(param)
+        self._note(index)
         if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
         if self._seen is not None:
-            self._seen.append((param, _trace(param.grad)))
-        if self._holds:
-            return
-        self._step_ready(optimizer)
-        self._count(param)
+            self._seen.append((index, _trace(param.grad), _checksum(param.grad)))
+            if self._holds:
+                return
+        if self._ready:
+            self._step_ready(optimizer)
+        self._count(index)
 
     def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Note averaged gradients of DDP, and step the parts that are complete."""
-        if self._accumulates or optimizer.accumulates():
+        if self._accumulates or optimizer.accumulates() or self._holds:
             return
         assert self.settings.model is not None
         if self.settings.model.find_unused_parameters:
             return  # which are unused is known at the end, and they are not to be stepped
         with self._lock:
             for param, grad in zip(params, grads, strict=True):
-                if id(param) not in self._states:
+                if (index := self._index.get(id(param))) is None:
                     continue  # another optimizer's
-                self._note(param)
+                self._note(index)
                 if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
                     grad.mul_((optimizer.max_grad_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
-                self._given[id(param)] = grad
-                self._count(param)
-            if self._holds:
-                self._ready, self._given = [], {}
-                return
+                self._given[index] = grad
+                self._count(index)
             self._step_ready(optimizer)
 
-    def _note(self, param: Tensor) -> None:
-        if self._states[id(param)] != WAITING:
+    def _note(self, index: int) -> None:
+        if self._states[index] != WAITING:
             raise RuntimeError(
-                f"a second backward pass before optimizer.step() reached a parameter of shape {tuple(param.shape)}, "
-                "which in_backward steps in the first: run the passes before the last inside of `with "
-                "optimizer.accumulate():`, add the losses and call backward() once, or build the optimizer without "
-                "in_backward"
+                "a second backward pass before optimizer.step() reached a parameter of shape "
+                f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before the "
+                "last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or build the "
+                "optimizer without in_backward"
             )
-        self._states[id(param)] = ARRIVED
+        self._states[index] = ARRIVED
 
-    def _count(self, param: Tensor) -> None:
-        part = self._part_of[id(param)]
+    def _count(self, index: int) -> None:
+        part = self._part_of[index]
         self._waiting_for[part] -= 1
-        if self._waiting_for[part] <= 0 and all(self._states[each] != WAITING for each in self._always[part]):
+        if self._waiting_for[part] <= 0 and all(self._states[each] != WAITING for each in self._together[part]):
             self._ready.append(part)
 
     @torch.no_grad()
@@ -251,38 +251,46 @@ class BackwardSteps:
         if not ready:
             return
         optimizer.begin_step()
+        if self._removed:
+            return  # parameters were regrouped: step() takes all of them
         for part in ready:
             flat, number = self._parts[part]
             optimizer.step_parts([(flat, flat.parts[number])], self._arrived_gradient)
-            self._release(part)
+            for param in self._members[part]:
+                index = self._index[id(param)]
+                if self._states[index] == ARRIVED:
+                    self._states[index] = STEPPED
+                    self._given.pop(index, None)
+                    if self.settings.model is None:
+                        param.grad = None
 
     def _arrived_gradient(self, param: Tensor) -> Tensor | None:
-        if self._states[id(param)] != ARRIVED:
+        index = self._index[id(param)]
+        if self._states[index] != ARRIVED:
             return None
-        return self._given.get(id(param), param.grad)
-
-    def _release(self, part: int) -> None:
-        for param in self._members[part]:
-            if self._states[id(param)] == ARRIVED:
-                self._states[id(param)] = STEPPED
-                self._given.pop(id(param), None)
-                if self.settings.model is None:
-                    param.grad = None
+        return self._given.get(index, param.grad)
 
     # What optimizer.step() calls
 
+    @property
+    def stepped(self) -> int:
+        """How many parameters were stepped since the last ``step()``."""
+        return self._states.count(STEPPED)
+
     def gradient_left(self, param: Tensor) -> Tensor | None:
         """Return the gradient of a parameter that was not stepped in the backward pass."""
-        return None if self._states[id(param)] == STEPPED else param.grad
+        return None if self._states[self._index[id(param)]] == STEPPED else param.grad
 
     def check_untouched(self) -> None:
         """Raise RuntimeError if, at the first step, gradients were changed after the backward pass."""
-        for param, trace in self._seen or ():
-            if self._states[id(param)] == STEPPED or param.grad is None:
+        for index, trace, checksum in self._seen or ():
+            grad = self._params[index].grad
+            if self._states[index] == STEPPED or grad is None:
                 continue
-            if _trace(param.grad) != trace:
+            # Some trainers clip to infinity, to log the norm: that writes the same values.
+            if _trace(grad) != trace and not torch.equal(_checksum(grad), checksum):
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(param.shape)} was changed between backward() and "
+                    f"the gradient of a parameter of shape {tuple(grad.shape)} was changed between backward() and "
                     "step(), when in_backward has used it: for clip_grad_norm_ pass max_grad_norm= and "
                     'in_backward=InBackward(clip="previous"), for DistributedDataParallel '
                     "in_backward=InBackward(model=model), in the place of a GradScaler train in bfloat16"
@@ -290,37 +298,40 @@ class BackwardSteps:
 
     def end_step(self) -> None:
         """Release the gradients of what was stepped, and wait for the next backward pass."""
-        for part, members in enumerate(self._members):
-            came = [id(param) for param in members if self._states[id(param)] != WAITING]
-            for param in members:
-                if self._states[id(param)] != WAITING:
-                    param.grad = None
-                    self._states[id(param)] = WAITING
-            if came:
-                self._expected[part] = len(came)
+        came = [0] * len(self._parts)
+        for index, state in enumerate(self._states):
+            if state != WAITING:
+                came[self._part_of[index]] += 1
+                self._params[index].grad = None
+        self._expected = [now or before for now, before in zip(came, self._expected, strict=True)]
         self._waiting_for = list(self._expected)
+        self._states = [WAITING] * len(self._params)
         self._ready, self._given, self._seen = [], {}, None
         self._holds = self.begun = False
 
 
 def _trace(gradient: Tensor) -> tuple[int, int]:
-    """Return what changes with a gradient: how often it was written in place, and where it is."""
+    """Return how often a gradient was written in place, and where it is."""
     part = part_of(gradient)
     return times_written(part), part.data_ptr() if part.layout is torch.strided else id(part)
 
 
-def _arrive(steps: weakref.ref[BackwardSteps], param: Tensor) -> None:
-    _call(steps, BackwardSteps.arrive, param)
+def _checksum(gradient: Tensor) -> Tensor:
+    part = part_of(gradient)
+    values = part.coalesce().values() if part.is_sparse else part
+    wide = wide_dtype(part.device)
+    return torch.linalg.vector_norm(values, dtype=wide) + 0.618 * values.sum(dtype=wide)
+
+
+def _arrive(steps: weakref.ref[BackwardSteps], index: int, param: Tensor) -> None:
+    # As long as the optimizer lives: hooks outlive it in the parameters.
+    if (found := steps()) is not None and (optimizer := found._optimizer()) is not None:
+        found.arrive(optimizer, index, param)
 
 
 def _arrive_bucket(steps: weakref.ref[BackwardSteps], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    _call(steps, BackwardSteps.arrive_bucket, params, grads)
-
-
-def _call(steps: weakref.ref[BackwardSteps], method: Callable[..., None], *given: Any) -> None:
-    """Call a method as long as its optimizer lives: hooks outlive it in the parameters."""
     if (found := steps()) is not None and (optimizer := found._optimizer()) is not None:
-        method(found, optimizer, *given)
+        found.arrive_bucket(optimizer, params, grads)
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
-from hdet_kernels.optim.in_backward import STEPPED, InBackward
+from hdet_kernels.optim.in_backward import InBackward
 from tests.optim.sharded_net import whole
 from tests.ranks import run_ranks
 
@@ -73,8 +73,7 @@ def train(
     for step in range(4):
         for number in range(micro):
             micro_batch(module, kind, number == micro - 1, 1000 * rank + 10 * step + number)
-        states = optimizer._early._states.values() if early else ()
-        stepped.append(sum(state == STEPPED for state in states))
+        stepped.append(optimizer._early.stepped if early else 0)
         optimizer.step()
         optimizer.zero_grad()
     states = [optimizer.state[param] for param in module.parameters()]
@@ -217,7 +216,7 @@ def _scheduled(rank: int, kind: str) -> Any:
             inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
             loss = (module(inputs) - inputs).square().mean()
             loss.backward()
-            stepped += sum(state == STEPPED for state in optimizer._early._states.values()) if early else 0
+            stepped += optimizer._early.stepped if early else 0
             optimizer.step()
             scheduler.step(loss)
             optimizer.zero_grad()
