@@ -20,6 +20,7 @@ SUITES: dict[str, Suite] = {
     "optim_step": Suite("`optimizer.step()` beside torch and other peers, as a share of the copy bandwidth"),
     "host_time": Suite("time until `step()` returns, by the number of tensors and the addresses of the gradients"),
     "end_to_end": Suite("whole training steps of four models, HDET beside plain torch: time, memory, profile"),
+    "in_backward": Suite("whole training steps with the optimizer in the backward pass, beside `step()`: time, memory"),
     "stack_step": Suite("one optimizer step of R stacked replicas"),
     "stack_training": Suite("a whole training step of 8 stacked replicas, beside a plain model and 8 processes"),
     "muon": Suite("a step of Muon beside torch.optim.Muon and other packages, and of 8 stacked replicas"),

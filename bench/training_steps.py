@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ class Training:
         turns: Number of turns.
         steps: Steps of a turn.
         gibibytes: GPU memory that three such trainings need, one of them in a step.
+        computed_again: Whether the activations of its blocks are computed again in the backward pass. Such a model is
+            so large that only one is trained at a time.
     """
 
     build: Callable[[], nn.Module]
@@ -43,6 +46,7 @@ class Training:
     turns: int
     steps: int
     gibibytes: int = 0
+    computed_again: bool = False
 
     def why_not(self, device: str) -> str | None:
         """Return why it cannot be measured on ``device``, or None if it can."""
@@ -69,7 +73,7 @@ def _gpt2(size: tuple[int, int, int, int, int, int], batch: int, **how: int) -> 
     return Training(partial(GPT2, *size), read, shapes, f"{batch * context} tokens", **how)
 
 
-def _llama(size: tuple[int, int, int, int, int], batch: int, context: int, **how: int) -> Training:
+def _llama(size: tuple[int, int, int, int, int], batch: int, context: int, **how: Any) -> Training:
     """``size`` is layers, width, heads, hidden width and vocabulary."""
     layers, width, _, hidden, vocabulary = size
     shapes = models.gated_transformer(layers, width, hidden, vocabulary)
@@ -93,6 +97,9 @@ TRAININGS: dict[str, dict[str, Training]] = {
     "cuda": {
         "gpt2-124M": _gpt2((12, 768, 12, 3072, 50304, 1024), batch=8, turns=30, steps=5, gibibytes=20),
         "llama-1.2B": _llama((16, 2048, 32, 8192, 128256), batch=4, context=1024, turns=12, steps=2, gibibytes=100),
+        "llama-7B": _llama(
+            (32, 4096, 32, 11008, 32000), batch=1, context=4096, turns=3, steps=2, gibibytes=90, computed_again=True
+        ),
         "recsys-mix": _recommender(models.tables(), width=512, batch=8192, turns=10, steps=5, gibibytes=30),
         "resnet50": _resnet((3, 4, 6, 3), width=64, batch=128, size=224, turns=12, steps=4, gibibytes=20),
     },

@@ -192,13 +192,12 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             loss = self._run(closure)
         self.begin_step()
-        parts = [(flat, part) for flat in self._flat_groups for part in flat.parts]
         early = self._early
         if early is None:
-            self.step_parts(parts, _gradient_of)
+            self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], _gradient_of)
             return loss
         early.check_untouched()
-        self.step_parts(parts, early.gradient_left)
+        self.step_parts(early.parts_left(), early.gradient_left)
         self._remember_norm()
         early.end_step()
         return loss

@@ -277,6 +277,11 @@ class BackwardSteps:
         """How many parameters were stepped since the last ``step()``."""
         return self._states.count(STEPPED)
 
+    def parts_left(self) -> list[tuple[FlatGroup, Part]]:
+        """Return the parts of which not all parameters were stepped in the backward pass."""
+        left = sorted({self._part_of[index] for index, state in enumerate(self._states) if state != STEPPED})
+        return [(flat, flat.parts[number]) for flat, number in (self._parts[part] for part in left)]
+
     def gradient_left(self, param: Tensor) -> Tensor | None:
         """Return the gradient of a parameter that was not stepped in the backward pass."""
         return None if self._states[self._index[id(param)]] == STEPPED else param.grad

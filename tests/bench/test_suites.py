@@ -21,6 +21,7 @@ SMALLEST = {
     "optim_step": "test_optim_step[cpu-transformer-5M-adamw-fp32-hdet-cpp]",
     "host_time": "test_until_it_returns[cpu-one-tensor-hdet-cpp-new]",
     "end_to_end": "test_end_to_end[cpu-recsys-tiny-clip-1.0]",
+    "in_backward": "test_in_backward[cpu-gpt2-tiny-bf16-int8]",
     "stack_step": "test_stack_step[cpu-large-fp32-shared-2-hdet-cpp]",
     "reduce": "test_reduce[cpu-transformer-5M-fp32-hdet-cpp-grad_norm]",
     "pack": "test_pack[cpu-transformer-5M-fp32-even-pack-hdet-cpp]",

@@ -1,22 +1,25 @@
-"""Compare how training ends with optimizer state in float32, bf16 and 8 bits.
+"""Compare how training ends with options of the optimizer: state in float32, bf16 and 8 bits, or ways to clip.
 
-    python -m bench.quality.state_precision [--tasks digits ...] [--seeds 8] [--workers 2] [--out FILE]
+    python -m bench.quality.optimizer_options state [--tasks digits ...] [--seeds 8] [--workers 2] [--out FILE]
+    python -m bench.quality.optimizer_options clipping --clip 1.0
 
 Each task is trained plainly (one model, OneCycleLR, the learning rate of the task and four times it) by the fused
-optimizer of its rule. For one seed all precisions see the same examples and start from the same parameters, so the
-differences of their validation losses to those of float32 are paired. The noise of training is the difference between
-float32 runs whose batches come in another order.
+optimizer of its rule. For one seed all options see the same examples and start from the same parameters, so the
+differences of their validation losses to those of the first option are paired. The noise of training is the difference
+between runs with that option whose batches come in another order.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import platform
+import shlex
 import statistics
-from collections.abc import Sequence
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +32,19 @@ from bench.quality.results import Spec
 from bench.quality.tasks import TASKS, Task
 from bench.quality.train import batches_of, param_groups, schedule_of, validation_loss
 from bench.records import provenance
+from hdet_kernels.optim import InBackward
 
-#: dtype of the state, by name. The first is the reference.
-STATES: dict[str, Any] = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
+#: Options of the optimizer by what is compared, and by name. The first are the reference.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "state": {"float32": {}, "bf16": {"state_dtype": torch.bfloat16}, "int8": {"state_dtype": "int8"}},
+    "clipping": {
+        "exact": {},
+        "norm of the step before": {"in_backward": InBackward(clip="previous")},
+        "each tensor": {"in_backward": InBackward(clip="tensor")},
+    },
+}
 FACTORS = (1.0, 4.0)
-ANOTHER_ORDER = "float32, another order"
+ANOTHER_ORDER = ", another order"
 
 #: Tasks that are trained in seconds, of every rule that has state.
 QUICK_TASKS = (
@@ -56,29 +67,34 @@ class Run:
 
     Args:
         task: Name of the task.
-        state: One of ``STATES``, or ``ANOTHER_ORDER``.
+        compared: What is compared, a key of ``OPTIONS``.
+        option: The name of the options; with ``ANOTHER_ORDER`` added, other batches.
         factor: Factor of the task's learning rate.
         seed: Seed of the model and of the order of the examples.
         steps: Number of steps; default: the task's own.
+        clip: The norm to which gradients are clipped; default: the task's own.
     """
 
     task: str
-    state: str
+    compared: str
+    option: str
     factor: float
     seed: int
     steps: int | None
+    clip: float | None
 
     def final_loss(self) -> float:
         """Train and return the validation loss."""
         task = _task(self.task)
-        another = self.state == ANOTHER_ORDER
+        another = self.option.endswith(ANOTHER_ORDER)
+        options = OPTIONS[self.compared][self.option.removesuffix(ANOTHER_ORDER)]
         steps, lr = self.steps or task.steps, self.factor * task.lr
         torch.manual_seed(self.seed)
         model = task.model()
         rule = OPTIMIZERS[task.optimizer]
         groups = param_groups(task, model.named_parameters(), Spec(task.name, "plain", lr, self.seed))
-        state_dtype = torch.float32 if another else STATES[self.state]
-        optimizer = rule.replicas(groups, lr=lr, state_dtype=state_dtype, max_grad_norm=task.clip, **rule.options)
+        clip = task.clip if self.clip is None else self.clip
+        optimizer = rule.replicas(groups, lr=lr, max_grad_norm=clip, **rule.options, **options)
         schedule = schedule_of("onecycle", optimizer, steps, task.warm_up)
         assert schedule is not None
         for batch in batches_of(task, steps, self.seed + 1000 * another, torch.device("cpu")):
@@ -95,30 +111,31 @@ def _task(name: str) -> Task:
     return TASKS[name](torch.device("cpu"))
 
 
-def compared(tasks: Sequence[str], seeds: int, steps: int | None, workers: int) -> dict[str, dict[str, Any]]:
-    """Return validation losses by task, learning rate and state, with their paired differences to float32."""
-    runs = [
-        Run(task, state, factor, seed, steps)
-        for task in tasks
-        for factor in FACTORS
-        for state in (*STATES, ANOTHER_ORDER)
-        for seed in range(seeds)
-    ]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+def compared(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return validation losses by task, learning rate and option, with their paired differences to the first."""
+    names = list(OPTIONS[arguments.compared])
+    names.append(names[0] + ANOTHER_ORDER)
+    seeds = range(arguments.seeds)
+
+    def run(task: str, option: str, factor: float, seed: int) -> Run:
+        return Run(task, arguments.compared, option, factor, seed, arguments.steps, arguments.clip)
+
+    cases = itertools.product(arguments.tasks, names, FACTORS, seeds)
+    runs = [run(*case) for case in cases]
+    with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         losses = dict(zip(runs, pool.map(Run.final_loss, runs), strict=True))
 
     def entries(task: str, factor: float) -> dict[str, Any]:
-        found = {
-            state: [losses[Run(task, state, factor, seed, steps)] for seed in range(seeds)]
-            for state in (*STATES, ANOTHER_ORDER)
-        }
-        reference = found["float32"]
+        found = {option: [losses[run(task, option, factor, seed)] for seed in seeds] for option in names}
         return {
-            state: {"mean": statistics.fmean(values), **_paired(values, reference), "losses": values}
-            for state, values in found.items()
+            option: {"mean": statistics.fmean(values), **_paired(values, found[names[0]]), "losses": values}
+            for option, values in found.items()
         }
 
-    return {task: {f"lr {factor * _task(task).lr:g}": entries(task, factor) for factor in FACTORS} for task in tasks}
+    return {
+        task: {f"lr {factor * _task(task).lr:g}": entries(task, factor) for factor in FACTORS}
+        for task in arguments.tasks
+    }
 
 
 def _paired(values: list[float], reference: list[float]) -> dict[str, float]:
@@ -129,29 +146,28 @@ def _paired(values: list[float], reference: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("compared", choices=list(OPTIONS))
     parser.add_argument("--tasks", nargs="+", default=list(QUICK_TASKS), choices=list(TASKS), metavar="TASK")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, help="default: the task's own")
+    parser.add_argument("--clip", type=float, help="clip gradients to this norm; default: the task's own")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
-    tasks = " ".join(f'"{name}"' for name in arguments.tasks)
-    steps = "" if arguments.steps is None else f" --steps {arguments.steps}"
     record: dict[str, Any] = {
-        **provenance(f"python -m bench.quality.state_precision --tasks {tasks}{steps} --seeds {arguments.seeds}"),
+        **provenance(shlex.join(["python", "-m", "bench.quality.optimizer_options", *sys.argv[1:]])),
         "machine": platform.machine(),
-        "tasks": compared(arguments.tasks, arguments.seeds, arguments.steps, arguments.workers),
+        "tasks": compared(arguments),
     }
     for task, rates in record["tasks"].items():
-        for rate, states in rates.items():
-            for state, entry in states.items():
+        for rate, options in rates.items():
+            for option, entry in options.items():
                 print(
-                    f"{task}, {rate}, {state}: {entry['mean']:.4f}, "
-                    f"{entry['difference']:+.4f} ± {entry['standard error']:.4f} of float32's",
+                    f"{task}, {rate}, {option}: {entry['mean']:.4f}, {entry['difference']:+.4f} ± "
+                    f"{entry['standard error']:.4f}",
                     flush=True,
                 )
     if arguments.out is not None:
-        record["command"] += f" --out {arguments.out.name}"
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

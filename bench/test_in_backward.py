@@ -1,0 +1,155 @@
+"""Time and memory of whole training steps whose optimizer steps in the backward pass, beside ``step()`` and torch.
+
+    python -m pytest bench/test_in_backward.py --benchmark-only -k gpu
+
+The ways take turns of a few steps. Parameters are in float32 under bf16 autocast (``fp32``), or in bf16, ours with
+moments in 8 bits and stochastic rounding (``bf16-int8``). ``torch-hooks`` is the pattern of torchtune: a hook steps an
+optimizer of each parameter, torch's fused AdamW. Blocks of the largest model are computed again in the backward pass.
+
+Bytes a parameter are those of parameters, gradients and state: the allocator's peak from the first step on, with one
+short example, whose activations take little; and what is held after a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench import copy_bandwidth, implementations, measure, memory_tracker, peers
+from bench.training_steps import OURS, TRAININGS, Training
+from hdet_kernels.optim import FusedAdamW
+
+BF16 = torch.bfloat16
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16-int8": {"stochastic_rounding": True, "state_dtype": "int8"},
+}
+EARLY = "hdet-in-backward"
+#: Peers that are measured where they are installed.
+PEERS = ("bitsandbytes-8bit",)
+#: Tokens, or examples, with which memory is measured.
+SHORT = 32
+
+
+class TorchHooks:
+    """An optimizer for every parameter, which a hook steps as soon as the gradient is there."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self._of = {param: torch.optim.AdamW([param], lr=1e-3, fused=True) for param in params}
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._step)
+
+    def _step(self, param: Tensor) -> None:
+        self._of[param].step()  # type: ignore[index]
+        param.grad = None
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        pass
+
+
+class Again(nn.Module):
+    """Blocks whose activations are computed again in the backward pass."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Step:
+    """Training steps with one optimizer."""
+
+    def __init__(self, training: Training, device: str, precision: str, way: str) -> None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = training.build()
+        if training.computed_again:
+            self.model.blocks = Again(self.model.blocks)  # type: ignore[arg-type]
+        if precision != "fp32":
+            self.model.to(BF16)
+        self.params, self.device = list(self.model.parameters()), device
+        self.optimizer = self._made(way, PRECISIONS[precision])
+
+    def _made(self, way: str, options: dict[str, Any]) -> Any:
+        if way == "torch-hooks":
+            return TorchHooks(self.params)
+        if way not in (OURS[self.device], EARLY):
+            return implementations.optimizer(way, "adamw", self.params)
+        backend = OURS[self.device].removeprefix("hdet-")
+        return FusedAdamW(self.params, lr=1e-3, backend=backend, in_backward=way == EARLY, **options)
+
+    def __call__(self, batch: tuple[Tensor, ...]) -> None:
+        with torch.autocast(self.device, dtype=BF16):
+            loss = self.model(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def bytes_of(make: Callable[[], Step], batch: tuple[Tensor, ...], device: str) -> dict[str, float]:
+    """Return the peak and what is held after a step, in bytes a parameter."""
+    short = tuple(part[:1, :SHORT] if part.dim() == 2 and not part.is_floating_point() else part[:1] for part in batch)
+    memory_tracker.warm_up_libraries(device)
+    book = memory_tracker.MemoryTracker(device)
+    with book.phase("built"):
+        step = make()
+    with book.phase("first steps"):
+        step(short)
+        step(short)
+    with book.phase("step"):
+        step(short)
+    count = sum(param.numel() for param in step.params)
+    return {
+        "parameters": count,
+        "peak of the first steps": book.peaks["first steps"] / count,
+        "peak": book.peaks["step"] / count,
+        "held": book.held["step"] / count,
+    }
+
+
+def _cases() -> Iterator[Any]:
+    for device, known in TRAININGS.items():
+        for model, training in known.items():
+            for precision in PRECISIONS if not training.computed_again else ("bf16-int8",):
+                yield implementations.case(device, model, precision, why_not=training.why_not(device))
+
+
+@pytest.mark.parametrize(("device", "model", "precision"), list(_cases()))
+def test_in_backward(benchmark: Any, device: str, model: str, precision: str) -> None:
+    copy_bandwidth.measure_once(device)
+    training = TRAININGS[device][model]
+    with torch.device(device):
+        batch = training.batch()
+    ways = ["torch-fused", "torch-hooks", OURS[device], EARLY]
+    ways += [peer for peer in PEERS if peer in peers.PEERS and implementations.why_not(peer, device) is None]
+    make = {way: functools.partial(Step, training, device, precision, way) for way in ways}
+    memory = {way: bytes_of(make[way], batch, device) for way in ways}
+    steps = {way: make[way]() for way in ways} if not training.computed_again else {}
+    if steps:
+        calls = {way: functools.partial(step, batch) for way, step in steps.items()}
+        measure.take_turns(benchmark, calls, device, turns=training.turns, iterations=training.steps)
+    else:  # two of them do not fit beside each other
+        times = {}
+        for way in ways:
+            step = make[way]()
+            times[way] = [measure.seconds_each(functools.partial(step, batch), device, 2) for _ in range(4)][1:]
+            memory[way]["whole peak GB"] = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
+            del step
+        benchmark.pedantic(int)
+        benchmark.extra_info["ways"] = {way: measure.summary(found) for way, found in times.items()}
+    for way, found in memory.items():
+        benchmark.extra_info["ways"][way] |= found
+        print(f"{way}: peak {found['peak']:.2f}, held {found['held']:.2f} bytes a parameter")
