@@ -19,8 +19,8 @@ The folder depends on :mod:`hdet_kernels.ops`, ``buckets``, ``ddp_hook``, ``shar
 
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.coded_state import decoded_state_dict
-from hdet_kernels.optim.in_backward import InBackward
 from hdet_kernels.optim.muon import FusedMuon
+from hdet_kernels.optim.options import InBackward
 from hdet_kernels.optim.rowwise_adagrad import FusedRowWiseAdagrad
 from hdet_kernels.optim.rules import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedSGD
 

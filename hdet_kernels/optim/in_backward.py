@@ -22,82 +22,21 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from hdet_kernels.checks import check_choice, check_kind
 from hdet_kernels.ddp_hook import hook_of
+from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
+from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, part_of
-from hdet_kernels.tensors import replicas_of, wide_dtype
+from hdet_kernels.tensors import wide_dtype
 from hdet_kernels.torch_internals import times_written
 
-if TYPE_CHECKING:
-    from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
-
-Clipping = Literal["previous", "tensor"]
-
-#: Bytes of gradients that are stepped at once. Fewer cost launches, more keep gradients for longer.
-CHUNK_BYTES = 32 * 2**20
-
 WAITING, ARRIVED, STEPPED = range(3)
-
-
-@dataclass(frozen=True)
-class InBackward:
-    """How parameters are stepped in the backward pass: ``in_backward=True`` has the defaults.
-
-    Args:
-        clip: how ``max_grad_norm`` is meant, because the norm of all gradients is not known before the last of them.
-            ``"previous"`` scales by the norm that the gradients had at the step before; the first step is not clipped,
-            and a norm that is not finite is not remembered. ``"tensor"`` clips every gradient by its own norm.
-        model: the ``DistributedDataParallel`` that the parameters are in. They are stepped after its all-reduce.
-        chunk_bytes: bytes of gradients that are stepped at once.
-    """
-
-    clip: Clipping | None = None
-    model: DistributedDataParallel | None = None
-    chunk_bytes: int = CHUNK_BYTES
-
-    def __post_init__(self) -> None:
-        if self.clip is not None:
-            check_choice("clip", self.clip, get_args(Clipping))
-        if self.model is not None:
-            remedy = "leave it out for a model that is not wrapped, or sharded by fully_shard"
-            check_kind("model", self.model, DistributedDataParallel, "a DistributedDataParallel", remedy=remedy)
-        if isinstance(self.chunk_bytes, bool) or not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be a positive whole number, got {self.chunk_bytes!r}; try {2**25}")
-
-    def check_max_grad_norm(self, value: float | None) -> None:
-        """Raise ValueError if gradients are to be clipped by a norm that is not known in the backward pass yet."""
-        if value is not None and self.clip is None:
-            raise ValueError(
-                f"max_grad_norm={value:g} needs all gradients, and in_backward uses the first while the last are "
-                'computed: pass in_backward=InBackward(clip="previous") to clip by the norm of the step before, '
-                'InBackward(clip="tensor") to clip every gradient by its own, or leave in_backward out for the exact '
-                "norm"
-            )
-
-    def check_param(self, index: int, param: Tensor) -> None:
-        """Raise ValueError if a parameter cannot be stepped in the backward pass with these settings."""
-        if self.clip == "tensor" and (count := replicas_of(param)) is not None:
-            raise ValueError(
-                f'parameter {index} is a stack of {count} replicas, whose gradients InBackward(clip="tensor") would '
-                'clip together: use clip="previous", which has a norm for each replica'
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without the model: a copy of the optimizer has other parameters."""
-        return {"clip": self.clip, "model": None, "chunk_bytes": self.chunk_bytes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
 
 
 class SteppingOptimizer(Protocol):

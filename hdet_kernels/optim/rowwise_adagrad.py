@@ -18,8 +18,7 @@ from hdet_kernels.ops.rowwise import RowGradient, RowWiseArguments, arithmetic, 
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
 from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.in_backward import InBackward
-from hdet_kernels.optim.options import check_at_least_zero, check_flags
+from hdet_kernels.optim.options import InBackward, check_at_least_zero, check_flags
 from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import Slot, replicas_of
 

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hdet_kernels as hk
-from hdet_kernels.optim import FusedAdam, FusedAdamW, FusedMuon, FusedOptimizer, FusedRowWiseAdagrad, FusedSGD
-from hdet_kernels.optim.in_backward import InBackward
+from hdet_kernels.optim import (
+    FusedAdam,
+    FusedAdamW,
+    FusedMuon,
+    FusedOptimizer,
+    FusedRowWiseAdagrad,
+    FusedSGD,
+    InBackward,
+)
 from tests.ops.cases import BACKENDS
 from tests.optim.cases import FUSED, assert_equal, saved_and_loaded, with_backends
 

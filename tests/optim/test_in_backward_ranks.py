@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet_kernels as hk
-from hdet_kernels.optim.in_backward import InBackward
+from hdet_kernels.optim import InBackward
 from tests.optim.sharded_net import whole
 from tests.ranks import run_ranks
 
