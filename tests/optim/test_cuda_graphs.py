@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hdet_kernels as hk
-from hdet_kernels.optim import FusedAdamW, FusedLion, FusedMuon, FusedSGD
+from hdet_kernels.optim import FusedAdamW, FusedLion, FusedMuon, FusedSGD, InBackward
 from tests.ops.cases import available
 
 pytestmark = [
@@ -133,6 +133,21 @@ def test_eager_steps_continue_after_replays(backend: tuple[str, str]) -> None:
     mixed.eager(range(STEPS, STEPS + 3))
     assert mixed.losses == plain.losses
     for mine, other in zip(mixed.tensors(), plain.tensors(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("clip", [None, "previous"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_in_the_backward_pass_are_captured_with_it(backend: tuple[str, str], clip: Any) -> None:
+    def training() -> Training:
+        norm = None if clip is None else 0.1
+        settings = InBackward(clip=clip, chunk_bytes=300)
+        options = {"lr": 0.01, "backend": backend[0], "max_grad_norm": norm, "in_backward": settings}
+        return Training(FusedAdamW, one_cycle, **options).eager(range(WARM_UP))
+
+    eager, captured = training().eager(range(WARM_UP, STEPS)), training().replayed(range(WARM_UP, STEPS))
+    assert captured.losses == eager.losses
+    for mine, other in zip(captured.tensors(), eager.tensors(), strict=True):
         assert torch.equal(mine, other)
 
 
