@@ -191,9 +191,10 @@ class FusedOptimizer(Optimizer):
         loss = None
         if closure is not None:
             loss = self._run(closure)
+        if self._early is not None:
+            self._refuse_scaler()
         self.begin_step()
-        early = self._early
-        if early is None:
+        if (early := self._early) is None:
             self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], _gradient_of)
             return loss
         early.check_untouched()
@@ -201,6 +202,13 @@ class FusedOptimizer(Optimizer):
         self._remember_norm()
         early.end_step()
         return loss
+
+    def _refuse_scaler(self) -> None:
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler decides after the backward pass whether to step, and in_backward has begun by then: "
+                "train in bfloat16 without a GradScaler, or build the optimizer without in_backward"
+            )
 
     def begin_step(self) -> None:
         """Do what comes before the first parameters of a step: notice what was changed, and write hyperparameters.
@@ -210,11 +218,6 @@ class FusedOptimizer(Optimizer):
         if self._early is not None:
             if self._early.begun:
                 return
-            if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
-                raise RuntimeError(
-                    "a GradScaler decides after the backward pass whether to step, and in_backward has begun by then: "
-                    "train in bfloat16 without a GradScaler, or build the optimizer without in_backward"
-                )
             for begin, _ in self._watchers.values():
                 begin()
         # Everything that can fail comes first: a step happens for all parameters or for none.
@@ -267,7 +270,7 @@ class FusedOptimizer(Optimizer):
         norm = joint_norm(norms)
         if norm is None:
             return
-        if self._previous_norm is None:
+        if self._previous_norm is None or self._previous_norm.shape != norm.shape:  # or the state was separated
             self._previous_norm = torch.zeros_like(norm)  # clips nothing
         self._previous_norm.copy_(torch.where(norm.isfinite(), norm, self._previous_norm))
 
@@ -320,8 +323,6 @@ class FusedOptimizer(Optimizer):
         """
         handle = RemovableHandle(self._watchers)
         self._watchers[handle.id] = begin, look
-        if self._early is not None:
-            self._early.hold_first()
         return handle
 
     def _tell_options_without_effect(self) -> None:
@@ -442,7 +443,6 @@ class FusedOptimizer(Optimizer):
         if self.shares_state:
             self._state_views.separate()
             self._hyperparameters.invalidate()
-            self._previous_norm = None  # it was one, or one for each replica
 
     def share_state(self) -> None:
         """Give all replicas of a stack one state again: that of the first. The other states are dropped.
@@ -452,7 +452,7 @@ class FusedOptimizer(Optimizer):
         if self.buckets.replicas is not None and not self.shares_state:
             self._state_views.share()
             self._hyperparameters.invalidate()
-            self._previous_norm = None  # it was one, or one for each replica
+            self._previous_norm = None  # there was one for each replica
 
     def state_dict(self) -> dict[str, Any]:
         self._notice_regrouped_parameters()
@@ -557,8 +557,6 @@ class FusedOptimizer(Optimizer):
             self._early.remove()
         if (settings := self.options.early) is not None:
             self._early = BackwardSteps(self, self._flat_groups, settings)
-            if self._watchers:
-                self._early.hold_first()
 
     def _make_buckets(self) -> Buckets:
         return Buckets(param for group in self.param_groups for param in group["params"])

@@ -110,10 +110,6 @@ class BackwardSteps:
         self._removed = True
         _remove(self._handles)
 
-    def hold_first(self) -> None:
-        """Take the first step by ``step()`` alone: something looks at all parameters before it."""
-        self._holds = self._holds or self._seen is not None
-
     def _changes_are_possible(self) -> bool:
         """Return whether something unnoticed may change gradients before ``step()``.
 

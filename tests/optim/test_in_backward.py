@@ -412,6 +412,34 @@ def test_what_cannot_be_combined_is_refused_with_the_remedy() -> None:
         FusedAdamW(stack.parameters(), max_grad_norm=1.0, in_backward=InBackward(clip="tensor"))
 
 
+def test_a_scaler_of_bf16_parameters_is_refused_at_the_first_step_of_all() -> None:
+    net = make_net(torch.bfloat16)
+    optimizer = FusedAdamW(net.parameters(), in_backward=EARLY)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(net, 0)).backward()
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        scaler.step(optimizer)
+
+
+def test_the_start_is_kept_before_anything_is_written_in_the_first_backward_pass() -> None:
+    """A run in bf16 begins anew from the very start, though its first backward pass has stepped."""
+    torch.manual_seed(0)
+    stack = hk.ReplicaStack(nn.Sequential(*(nn.Linear(24, 24) for _ in range(6))).bfloat16(), 3)
+    before = [param.detach().clone() for param in stack.parameters()]
+    optimizer = FusedSGD(stack.parameters(), lr=1e-3, in_backward=OF_STACKS)
+    scheduler = hk.HDETOneCycleLR(optimizer, 1e-3, 40, sync_every=1, ensemble=stack.ensemble)
+    for step in range(3):
+        inputs = torch.randn(12, 24, dtype=torch.bfloat16)
+        losses = stack.backward(lambda model, x: (model(x) - x).float().square().mean(), inputs)
+        assert any(param.grad is None for param in stack.parameters()), step
+        optimizer.step()
+        scheduler.step(losses)
+        optimizer.zero_grad()
+    assert scheduler.cycle.undoing is not None
+    scheduler.cycle.undoing.start.restore()
+    assert_equal(before, stack.parameters())
+
+
 @pytest.mark.parametrize("change", ["clip", "scaler", "unscale"])
 def test_what_changes_gradients_after_the_backward_pass_raises_before_anything_is_modified(change: str) -> None:
     net = make_net()
@@ -498,7 +526,7 @@ def test_stacks_under_a_scheduler_train_alike(gradients: Any, controller: str) -
     assert_equal(plain.parameters(), early.parameters())
     assert one.state_dict()["state"].keys() == other.state_dict()["state"].keys()
     torch.testing.assert_close(history(schedule), history(same), rtol=0, atol=0, equal_nan=True)
-    assert gone[0] == 0, "the scheduler keeps the start"
+    assert gone[0] == 0, "parameters are in float32"
     assert min(gone[2:]) > 3
 
 
