@@ -32,9 +32,11 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
-# Triton decides when it is first imported.
+# Triton and torch's compiler decide when they are first imported. The compiler would start one more process for each
+# core, which imports torch, for one kernel of a test.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

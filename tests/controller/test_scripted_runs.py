@@ -38,14 +38,15 @@ class Noise(Scripted):
     "shape", ["onecycle", *(pytest.param(shape, marks=pytest.mark.full) for shape in ("cosine", "constant"))]
 )
 def test_noise_moves_nothing(shape: str, gradients: Literal["shared", "local"], probed: bool) -> None:
-    """Fifty runs of each kind: 200 in all."""
+    """Twenty-five runs of each kind, with the noise of one half of fifty seeds or the other: 300 in all."""
     every, tried = 2 * T if gradients == "local" and not probed else T, 0
-    for seed in range(50):
+    half = (list(SHAPES).index(shape) + probed) % 2
+    for seed in range(25 * half, 25 * (half + 1)):
         run = Noise([1.0], shape, seed=seed, probed=probed, gradients=gradients, sync_every=every).finish()
         assert (run.mu, run.state["ceiling"], run.aside) == ([0.0], [None], None), seed
         assert len(run.returns) == len(run.backs), "a trial is no better"
         tried += len(run.returns)
-    assert tried < 15
+    assert tried < 8
 
 
 def jumping_at(first: int, last: int, high: float = 10.0) -> Any:

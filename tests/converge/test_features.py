@@ -22,7 +22,7 @@ from tests.converge.replicas import Replicas
 from tests.ranks import Cases
 from tests.training import same
 
-RANKS, SYNC, TOTAL = 2, 4, 12
+RANKS, SYNC, TOTAL = 2, 3, 9
 #: At the start, in the first cycle, at a sync, and after it, where an overlapped average is on its way.
 SAVED_AT = (0, 2, 2 * SYNC, 2 * SYNC + 1)
 

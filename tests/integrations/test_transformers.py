@@ -14,22 +14,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, get_scheduler
 
 import hdet_kernels as hk
-from hdet_kernels.integrations.transformers import (
-    HDETCallback,
-    HDETTrainer,
-    StepLoss,
-    build_scheduler,
-    check_replicas,
-    predicted_labels,
-    trainer_options,
-)
 from tests.integrations import tiny
-from tests.integrations.watch import Watch
+from tests.integrations.later import Later
 from tests.ranks import FRAMEWORKS, Cases, run_ranks
 from tests.schedule.undo_runs import Scripted
+
+hf, hdet_hf = Later("transformers"), Later("hdet_kernels.integrations.transformers")
+watches = Later("tests.integrations.watch")
 
 STEPS, SYNC, SMOOTHING = 8, 3, 0.1
 
@@ -53,16 +46,16 @@ def trained(rank: int, optimizer_name: str, early: bool) -> dict[str, Any]:
         make = hk.FusedAdamW if optimizer_name == "fused" else torch.optim.AdamW
         optimizer = make(model.parameters(), lr=1e-2)
         scheduler = hk.HDETOneCycleLR(optimizer, 1e-2, STEPS, sync_every=SYNC, cycle_momentum=False, auto_lr=False)
-        watch = Watch()
-        stop = [EarlyStoppingCallback(early_stopping_patience=1)] if early else []
-        trainer = Trainer(
+        watch = watches.Watch()
+        stop = [hf.EarlyStoppingCallback(early_stopping_patience=1)] if early else []
+        trainer = hf.Trainer(
             model,
             args,
             train_dataset=tiny.rows(64),
             eval_dataset=tiny.rows(8, seed=2),
             compute_metrics=lambda predictions: {"never_better": 1.0},
             optimizers=(optimizer, scheduler),
-            callbacks=[watch, *stop, HDETCallback()],
+            callbacks=[watch, *stop, hdet_hf.HDETCallback()],
         )
         trainer.train()
         ended = tiny.of_all_ranks(tiny.flat(model))
@@ -120,7 +113,7 @@ def test_losses_gradients_and_logged_learning_rates(optimizer: str, early: bool)
 def asked_too_late(rank: int) -> tuple[list[str], bool]:
     """Let a callback after HDET's ask for an evaluation between two syncs."""
 
-    class Late(TrainerCallback):
+    class Late(hf.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_evaluate = state.global_step == 1
 
@@ -131,13 +124,13 @@ def asked_too_late(rank: int) -> tuple[list[str], bool]:
     with tiny.shared_folder(rank) as folder:
         model = tiny.model("llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        trainer = Trainer(
+        trainer = hf.Trainer(
             model,
             tiny.arguments(folder, max_steps=3),
             train_dataset=tiny.rows(32),
             eval_dataset=tiny.rows(8),
             optimizers=(optimizer, hk.HDETOneCycleLR(optimizer, 1e-2, 4, sync_every=2, auto_lr=False)),
-            callbacks=[HDETCallback(), Late()],
+            callbacks=[hdet_hf.HDETCallback(), Late()],
         )
         trainer.train()
         ended = tiny.of_all_ranks(tiny.flat(model))
@@ -161,7 +154,7 @@ def trainer_of(
     if scheduler_steps is not None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         arguments["optimizers"] = optimizer, hk.HDETOneCycleLR(optimizer, 1e-2, scheduler_steps, sync_every=2)
-    make = Trainer if name == "Trainer" else HDETTrainer
+    make = hf.Trainer if name == "Trainer" else hdet_hf.HDETTrainer
     args = tiny.arguments(str(folder), max_steps=steps, **given)
     return make(model, args, train_dataset=tiny.rows(16), eval_dataset=tiny.rows(4), **arguments)
 
@@ -193,7 +186,7 @@ def test_the_history_of_the_trainer_has_what_the_controller_did(tmp_path: Path) 
 
 def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
-    callback = {"callbacks": [HDETCallback()]}
+    callback = {"callbacks": [hdet_hf.HDETCallback()]}
     with pytest.raises(TypeError, match="needs an HDET scheduler, the trainer has LambdaLR"):
         trainer_of(tmp_path, 2, **callback).train()
     with pytest.raises(ValueError, match="built for 2 steps, and the trainer makes 4"):
@@ -201,7 +194,7 @@ def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: p
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*HDETTrainer"):
         trainer_of(tmp_path, 2, scheduler_steps=2, label_smoothing_factor=0.1, **callback).train()
     with pytest.raises(ValueError, match="save must be one of"):
-        HDETCallback(save="never")
+        hdet_hf.HDETCallback(save="never")
     with pytest.raises(ValueError, match="leave it out of callbacks="):
         trainer_of(tmp_path, 2, name="HDETTrainer", **callback)
     with pytest.raises(ValueError, match="hdet= is for the scheduler that the trainer builds"):
@@ -214,6 +207,7 @@ def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize("name", ["transformers", "accelerate"])
 def test_absent_libraries_are_named_with_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("hdet_kernels.integrations.transformers")
     monkeypatch.delitem(sys.modules, "hdet_kernels.integrations.transformers")
     for module in [each for each in sys.modules if each.split(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)
@@ -224,7 +218,7 @@ def test_absent_libraries_are_named_with_the_extra(name: str, monkeypatch: pytes
 def make_trainer(folder: str, watch: Any, *, kind: str = "gpt2", seed: int = 0, **given: Any) -> Any:
     """Return a trainer whose losses ``watch`` counts."""
 
-    class Watched(HDETTrainer):
+    class Watched(hdet_hf.HDETTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             labels = inputs["labels"]
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -274,10 +268,10 @@ def resumed(rank: int, kind: str, optimizer: str, bf16: bool, smoothing: float) 
         "hdet": {"sync_every": 2, "trust": 10.0},
     }
     with tiny.shared_folder(rank) as folder:
-        watch = Watch(smoothing)
+        watch = watches.Watch(smoothing)
         first = make_trainer(folder, watch, **settings)
         first.train()
-        second = make_trainer(folder, Watch(smoothing), seed=5, **settings)
+        second = make_trainer(folder, watches.Watch(smoothing), seed=5, **settings)
         second.train(resume_from_checkpoint=os.path.join(folder, f"checkpoint-{STEPS // 2}"))
         return {
             "first": ended(first),
@@ -306,9 +300,9 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
         "hdet": {"sync_every": 3, "save": save, "probe": "eval"},
     }
     with tiny.shared_folder(rank) as folder:
-        watch = Watch()
+        watch = watches.Watch()
         settings["options"] = {"compute_metrics": lambda predictions: {"never_better": 1.0}}
-        stop = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]}
+        stop = {"callbacks": [hf.EarlyStoppingCallback(early_stopping_patience=1)]}
         trainer = make_trainer(folder, watch, **{**settings, "options": {**settings["options"], **stop}})
         trainer.train()
         watched = {name: dict(getattr(watch, name)) for name in ("apart", "evaluated", "saved", "returned")}
@@ -316,7 +310,7 @@ def stopped(rank: int, save: str) -> dict[str, Any]:
         loaded = type(trainer.model).from_pretrained(best)
         after = tiny.of_all_ranks(tiny.flat(trainer.model))
         evaluated = trainer.evaluate()["eval_loss"]
-        again = make_trainer(folder, Watch(), seed=5, **settings)
+        again = make_trainer(folder, watches.Watch(), seed=5, **settings)
         again.train(resume_from_checkpoint=best)
         final = tiny.of_all_ranks(tiny.flat(again.model))  # the best of the resumed run
         return {
@@ -423,9 +417,11 @@ def compared(rank: int) -> dict[str, Any]:
         for name, schedule in (("linear", {}), ("cosine", {"lr_scheduler_type": "cosine", "warmup_steps": 2})):
             given = {"max_steps": STEPS, "gradient_accumulation_steps": 2, **schedule}
             hdet = {"spread": 0.0, "sync_every": 3} | ({"schedule": "linear"} if name == "linear" else {})
-            plain = Trainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64))
+            plain = hf.Trainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64))
             plain.train()
-            ours = HDETTrainer(tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64), hdet=hdet)
+            ours = hdet_hf.HDETTrainer(
+                tiny.model(), tiny.arguments(folder, **given), train_dataset=tiny.rows(64), hdet=hdet
+            )
             ours.train()
             logged = [
                 [(logs["loss"], logs["learning_rate"]) for logs in trainer.state.log_history if "loss" in logs]
@@ -445,8 +441,8 @@ def refused(rank: int) -> list[str]:
     """Return the messages of setups without replicas."""
     messages = []
     with tiny.shared_folder(rank) as folder:
-        for build in (HDETTrainer, Trainer):
-            callbacks = {} if build is HDETTrainer else {"callbacks": [HDETCallback()]}
+        for build in (hdet_hf.HDETTrainer, hf.Trainer):
+            callbacks = {} if build is hdet_hf.HDETTrainer else {"callbacks": [hdet_hf.HDETCallback()]}
             args = tiny.arguments(folder, max_steps=2, fsdp="full_shard")
             with pytest.raises(ValueError, match="whole replica of the model") as caught:
                 build(tiny.model(), args, train_dataset=tiny.rows(8), **callbacks)
@@ -470,7 +466,7 @@ def total_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any
 def asked_otherwise(rank: int) -> dict[str, Any]:
     """Evaluate and save at the ends of epochs, from the user's own code, and without a learning rate."""
 
-    class Asks(TrainerCallback):
+    class Asks(hf.TrainerCallback):
         trainer: Any = None
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -483,18 +479,18 @@ def asked_otherwise(rank: int) -> dict[str, Any]:
     with tiny.shared_folder(rank) as folder:
         epochs = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch", "warmup_steps": 14}
         for save in ("consensus", "sync"):
-            watch = Watch()
+            watch = watches.Watch()
             trainer = make_trainer(os.path.join(folder, save), watch, hdet={"sync_every": 5, "save": save}, **epochs)
             trainer.train()
             found[save] = watch.evaluated, watch.saved, watch.apart
-        watch, asks = Watch(), Asks()
+        watch, asks = watches.Watch(), Asks()
         trainer = make_trainer(
             folder, watch, max_steps=8, hdet={"sync_every": 5, "auto_lr": False}, options={"callbacks": [asks]}
         )
         asks.trainer = trainer
         trainer.train()
         found["own"] = watch.evaluated, watch.returned, watch.apart
-        watch = Watch()
+        watch = watches.Watch()
         options = {"compute_loss_func": total_over_items}
         trainer = make_trainer(
             folder,
@@ -511,7 +507,7 @@ def asked_otherwise(rank: int) -> dict[str, Any]:
         rates = [logs["learning_rate"] for logs in watch.logs if "loss" in logs]
         found["again"] = torch.equal(every[0], every[1]), rates, len(trainer.lr_scheduler.history)
         options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
-        watch = Watch()
+        watch = watches.Watch()
         trainer = make_trainer(
             os.path.join(folder, "none"), watch, max_steps=80, hdet={"max_lr": None, "sync_every": 8}, **options
         )
@@ -553,7 +549,7 @@ def test_whatever_asks_for_an_evaluation_or_a_checkpoint_gets_the_average() -> N
 
 
 def test_a_step_is_the_mean_over_all_items() -> None:
-    losses = StepLoss()
+    losses = hdet_hf.StepLoss()
     assert losses.take() is None
     losses.add(torch.tensor(6.0), torch.tensor(2))
     losses.add(torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(6))
@@ -569,11 +565,11 @@ def test_a_step_is_the_mean_over_all_items() -> None:
 def test_labels_that_enter_the_loss_are_counted() -> None:
     labels = torch.tensor([[1, 2, -100, -100], [1, 2, 3, -100]])
     causal, other = tiny.model(), nn.Linear(1, 1)
-    assert predicted_labels({"labels": labels}, other) == 5
-    assert predicted_labels({"labels": labels}, causal) == 3
-    assert predicted_labels({"labels": labels, "shift_labels": labels[:1]}, causal) == 2
-    assert predicted_labels({"labels": [{"boxes": 1}]}, other) is None
-    assert predicted_labels({}, causal) is None
+    assert hdet_hf.predicted_labels({"labels": labels}, other) == 5
+    assert hdet_hf.predicted_labels({"labels": labels}, causal) == 3
+    assert hdet_hf.predicted_labels({"labels": labels, "shift_labels": labels[:1]}, causal) == 2
+    assert hdet_hf.predicted_labels({"labels": [{"boxes": 1}]}, other) is None
+    assert hdet_hf.predicted_labels({}, causal) is None
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -583,7 +579,7 @@ def test_the_hook_takes_the_mean_of_a_model_in_training(kind: str, normalised: b
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    losses = StepLoss()
+    losses = hdet_hf.StepLoss()
     hook = losses.hook(model)
     batches = [torch.utils.data.default_collate(tiny.rows(3, seed=seed)) for seed in (3, 4)]
     batches[1]["labels"][:, 4:] = -100
@@ -605,7 +601,7 @@ def test_the_hook_takes_the_mean_of_a_model_in_training(kind: str, normalised: b
 
 def test_a_model_without_a_loss_says_what_to_use() -> None:
     model = tiny.model().train()
-    StepLoss().hook(model)
+    hdet_hf.StepLoss().hook(model)
     with pytest.raises(RuntimeError, match=r"GPT2LMHeadModel returned no loss.*HDETTrainer"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
@@ -617,7 +613,7 @@ def scheduler_of(folder: Path, hdet: dict[str, Any], **given: Any) -> Any:
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     args = tiny.arguments(str(folder), **given)
-    return build_scheduler(args, optimizer, SCHEDULED, trainer_options(hdet), model=model)
+    return hdet_hf.build_scheduler(args, optimizer, SCHEDULED, hdet_hf.trainer_options(hdet), model=model)
 
 
 def rates_of(scheduler: Any) -> list[float]:
@@ -660,7 +656,7 @@ def test_schedules_of_transformers_are_wrapped(
 ) -> None:
     scheduler = scheduler_of(tmp_path, {**hdet, "auto_lr": False}, **given)
     assert isinstance(scheduler, hk.HDETScheduler)
-    plain = get_scheduler(
+    plain = hf.get_scheduler(
         named,
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-2),
         given.get("warmup_steps", 0),
@@ -685,9 +681,9 @@ def test_a_second_training_begins_from_the_learning_rate_of_the_user(tmp_path: P
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     args = tiny.arguments(str(tmp_path))
-    options = trainer_options({"schedule": "constant", "auto_lr": False})
+    options = hdet_hf.trainer_options({"schedule": "constant", "auto_lr": False})
     for _ in range(2):
-        assert rates_of(build_scheduler(args, optimizer, SCHEDULED, options, model=model)) == [1e-2] * SCHEDULED
+        assert rates_of(hdet_hf.build_scheduler(args, optimizer, SCHEDULED, options, model=model)) == [1e-2] * SCHEDULED
 
 
 @pytest.mark.parametrize(
@@ -701,7 +697,7 @@ def test_a_second_training_begins_from_the_learning_rate_of_the_user(tmp_path: P
 )
 def test_bad_options_are_named(hdet: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        trainer_options(hdet)
+        hdet_hf.trainer_options(hdet)
 
 
 def test_a_peak_for_another_schedule_is_refused(tmp_path: Path) -> None:
@@ -720,15 +716,15 @@ def test_a_peak_for_another_schedule_is_refused(tmp_path: Path) -> None:
 )
 def test_setups_without_replicas_are_refused(tmp_path: Path, name: str, value: Any, reason: str) -> None:
     args = tiny.arguments(str(tmp_path))
-    check_replicas(args)
+    hdet_hf.check_replicas(args)
     setattr(args, name, value)
     with pytest.raises(ValueError, match=f"whole replica of the model.*{reason}.*torchrun"):
-        check_replicas(args)
+        hdet_hf.check_replicas(args)
 
 
 def test_a_model_that_was_loaded_sharded_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    check_replicas(tiny.arguments(str(tmp_path)), model)
+    hdet_hf.check_replicas(tiny.arguments(str(tmp_path)), model)
     model.is_distributed_loading_by_transformers = True  # type: ignore[assignment]
     with pytest.raises(ValueError, match="loaded sharded"):
-        check_replicas(tiny.arguments(str(tmp_path)), model)
+        hdet_hf.check_replicas(tiny.arguments(str(tmp_path)), model)

@@ -107,10 +107,14 @@ class Subject:
 
 
 class SchedulerTwins:
-    """The package (``subject``) and the equations (``reference``), kept equal."""
+    """The package (``subject``) and the equations (``reference``), kept equal.
+
+    ``skipped`` counts the skipped steps since two others came in a row.
+    """
 
     def __init__(self, setup: Setup, rank: int = 0) -> None:
         self.setup, self.rank = setup, rank
+        self.skipped, self._skipped_last = 0, False
         self.subject = Subject(setup, rank)
         self.reference = Reference(setup, np.stack([part.detach().numpy() for part in Model().parts]))
 
@@ -121,6 +125,11 @@ class SchedulerTwins:
     def train(self, seed: int, *, records: int = 0, skipped: bool = False, frozen: int | None = None) -> None:
         """Make a step. ``records``: losses that are recorded before it; none: its own is passed to ``step``."""
         x = np.random.default_rng(seed).normal(size=(self.setup.replicas, GROUPS, WIDTH))
+        if skipped:
+            self.skipped += 1
+        elif not self._skipped_last:
+            self.skipped = 0
+        self._skipped_last = skipped
         losses = self.subject.backward(x)
         if frozen is not None:
             self.subject.params[frozen].grad = None
@@ -186,6 +195,7 @@ class SchedulerTwins:
         """Build everything anew and load a checkpoint, its three parts in this order."""
         state, expected = copy.deepcopy(saved)
         self.subject, self.reference = Subject(self.setup, self.rank), expected
+        self.skipped, self._skipped_last = 0, False
         parts = self.subject.parts()
         for name in order:
             parts[name].load_state_dict(state[name])

@@ -362,7 +362,11 @@ class OptimizerMachine(RuleBasedStateMachine):
         finite = expected[expected.isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 0.0
         peak = self.peaks[key] = max(self.peaks.get(key, 1.0), largest)
-        torch.testing.assert_close(found.to(expected.dtype), expected, rtol=self.rtol, atol=self.atol * peak)
+        found, atol = found.to(expected.dtype), self.atol * peak
+        if found.shape != expected.shape or not torch.allclose(found, expected, self.rtol, atol):
+            # It compares in the same way, with a message, and takes a quarter of the time of the test.
+            torch.testing.assert_close(found, expected, rtol=self.rtol, atol=atol)
+            raise AssertionError(f"{key}: allclose differs from assert_close")
 
 
 def _values(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
@@ -383,4 +387,4 @@ def test_any_sequence_equals_torch(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", PAIRS)
 def test_many_sequences_equal_torch(name: str) -> None:
-    explore(lambda: OptimizerMachine(name), examples=60, steps=50)
+    explore(lambda: OptimizerMachine(name), examples=40, steps=50)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hdet_kernels.schedule.guards import MOST_AHEAD
 from tests.properties.machines import explore
 from tests.properties.reference import GROUPS, Setup
 from tests.properties.scheduler_twins import SchedulerTwins
@@ -54,7 +55,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def train(self, seed: int, records: int) -> None:
         self.twins.train(seed, records=records)
 
-    @precondition(lambda self: not self.twins.over)
+    # torch's optimizers do not see a step that a GradScaler skips. Where many of them alternate with others, the
+    # scheduler takes itself for one that is stepped too often, and raises; StepCount says when.
+    @precondition(lambda self: not self.twins.over and (self.twins.setup.fused or self.twins.skipped < MOST_AHEAD))
     @rule(seed=SEEDS)
     def skipped_step(self, seed: int) -> None:
         self.twins.train(seed, skipped=True)
@@ -119,4 +122,4 @@ def test_any_sequence_follows_the_equations(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", REPLICAS)
 def test_many_sequences_follow_the_equations(name: str) -> None:
-    explore(lambda: SchedulerMachine(name), examples=100, steps=50)
+    explore(lambda: SchedulerMachine(name), examples=60, steps=50)
