@@ -32,6 +32,11 @@ def part_of(tensor: Tensor) -> Tensor:
     return local_part(tensor) if is_distributed(tensor) else tensor
 
 
+def is_offloaded(param: Tensor) -> bool:
+    """Return whether FSDP keeps a parameter on the CPU, and computes with it elsewhere."""
+    return is_distributed(param) and part_of(param).device.type != param.device_mesh.device_type  # type: ignore[attr-defined]
+
+
 def parts_of(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Iterable[Tensor]]:
     """Return a function that returns the parts of tensors of the kinds of these: DTensors or not, or both."""
     count = sum(map(is_distributed, tensors))

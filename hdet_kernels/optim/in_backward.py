@@ -32,7 +32,7 @@ from torch import Tensor
 from hdet_kernels.ddp_hook import hook_of
 from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
 from hdet_kernels.optim.options import InBackward
-from hdet_kernels.sharded import is_distributed, part_of
+from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
 from hdet_kernels.tensors import wide_dtype
 from hdet_kernels.torch_internals import times_written
 
@@ -98,7 +98,7 @@ class BackwardSteps:
             [
                 param.register_post_accumulate_grad_hook(partial(_arrive, own, index))
                 for index, param in enumerate(self._params)
-                if param.requires_grad
+                if param.requires_grad and not is_offloaded(param)  # FSDP may still be copying their gradients
             ]
             if settings.model is None
             else [hook_of(settings.model).listen(partial(_arrive_bucket, own))]

@@ -202,7 +202,7 @@ def test_a_hook_of_the_user_is_not_replaced() -> None:
         assert "register_comm_hook" in message
 
 
-def _scheduled(rank: int, kind: str) -> Any:
+def _scheduled(rank: int, kind: str, max_lr: float | None, steps: int) -> Any:
     """Return parameters and history of HDET's replicas under DDP and alone, and how much was stepped early."""
     runs = []
     for early in (False, True):
@@ -210,9 +210,9 @@ def _scheduled(rank: int, kind: str) -> Any:
         model: Any = module if kind == "ddp" else None
         settings = InBackward(model=model, chunk_bytes=SMALL) if early else False
         optimizer = hk.FusedAdamW(module.parameters(), lr=0.01, in_backward=settings)
-        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 30, sync_every=2, model=model)
+        scheduler = hk.HDETOneCycleLR(optimizer, max_lr, steps, sync_every=2, model=model)
         stepped = 0
-        for step in range(30):
+        for step in range(steps):
             inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
             loss = (module(inputs) - inputs).square().mean()
             loss.backward()
@@ -228,8 +228,18 @@ def _scheduled(rank: int, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["ddp", "replicas"])
 def test_replicas_under_a_scheduler_train_alike(kind: str) -> None:
     """The scheduler finds out whether gradients are shared, though it sees them in parts."""
-    for (plain, history, _), (early, same, stepped) in run_ranks(2, _scheduled, kind):
+    for (plain, history, _), (early, same, stepped) in run_ranks(2, _scheduled, kind, 0.01, 30):
         assert all(map(torch.equal, plain, early))
         assert repr(same) == repr(history)
         assert {record[-1] for record in same[1:]} == {"shared" if kind == "ddp" else "local"}
         assert stepped > 20 * LAYERS
+
+
+@pytest.mark.full
+def test_a_learning_rate_is_found_alike() -> None:
+    """While one is looked for, replicas train on their own gradients, which DDP's hook does not see, and in teams."""
+    for (plain, history, _), (early, same, stepped) in run_ranks(2, _scheduled, "ddp", None, 400):
+        assert all(map(torch.equal, plain, early))
+        assert repr(same) == repr(history)
+        assert {"teams", "shared"} <= {record[-1] for record in same}
+        assert stepped > 100 * LAYERS
