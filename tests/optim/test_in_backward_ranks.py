@@ -176,6 +176,24 @@ def test_ddp_that_the_optimizer_does_not_know_of_raises_before_anything_is_modif
         assert untouched
 
 
+def _twice(rank: int) -> str:
+    module: Any = wrapped("ddp", torch.bfloat16)
+    optimizer = hk.FusedAdamW(module.parameters(), in_backward=InBackward(model=module))
+    micro_batch(module, "ddp", True, rank)
+    try:
+        micro_batch(module, "ddp", True, rank)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        optimizer.step()
+    return ""
+
+
+def test_a_second_backward_pass_under_ddp_says_what_to_write() -> None:
+    for message in run_ranks(2, _twice):
+        assert "accumulate()" in message
+
+
 def _unused(rank: int) -> tuple[bool, list[int]]:
     """DDP tells only at the end which parameters no process has used: ``step()`` takes all of them."""
     return _both(rank, "ddp-unused", torch.bfloat16, "FusedAdamW", 1, {})
