@@ -234,6 +234,7 @@ def reliability_page() -> str:
         outcomes=[[end, meaning, *by_end.loc[end]] for end, meaning in OUTCOMES.items() if end in by_end.index],
         numerics=_numerics(),
         state=_state(read(RESULTS, "state_quality*.json")[0]["tasks"]),
+        clipping=_clipping(read(RESULTS, "clipping_quality*.json")[0]["tasks"]),
         tests=[
             record
             | {"passed": _sum(record, "passed"), "failures": _sum(record, "failed"), "skipped": _sum(record, "skipped")}
@@ -296,6 +297,18 @@ def _state(tasks: Mapping[str, Any]) -> Row:
     codes = worse[worse["state"] == "int8"]
     relative = codes["difference"] / (codes["loss"] - codes["difference"])
     return {"cases": int((rows["state"] == "int8").sum()), "worst": relative.max(), **counts}
+
+
+def _clipping(tasks: Mapping[str, Any]) -> str:
+    """Return a table of the loss with exact clipping, and of how far the others are from it, with standard errors."""
+    body, header = [], []
+    for task, rates in tasks.items():
+        for rate, options in rates.items():
+            exact, *others = options.items()
+            header = ["task", "learning rate", exact[0], *(name for name, _ in others)]
+            cells = [f"{each['difference']:+.4f} ± {each['standard error']:.4f}" for _, each in others]
+            body.append([task, rate.removeprefix("lr "), f"{exact[1]['mean']:.4f}", *cells])
+    return table(header, body, left=1)
 
 
 def _stack_operations(found: list[Row]) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class Configuration:
         ranks: number of processes.
         optimizer: builds the optimizer.
         traits: what faults ask for: ``"shared"`` or ``"local"`` gradients, ``"probe"``, ``"setter"``, ``"ours"`` or
-            ``"torch"`` (the optimizer), and special ones such as ``"stack"``, ``"sharded"`` and ``"masters"``.
+            ``"torch"`` (the optimizer), and special ones such as ``"stack"``, ``"sharded"``, ``"masters"``, and
+            ``"early"``: steps in the backward pass, after which there are no gradients, and which cannot be repeated.
         options: of the scheduler.
         rows: replicas in a process.
         shards: processes that hold a replica together.
@@ -97,6 +99,12 @@ _ALL = (
     _one("ddp, ours", hk.FusedAdamW, "shared ours", bucket_bytes=None),
     _one("local", hk.FusedAdamW, "local plain probe setter ours", gradients="local"),
     _one("local, torch", torch.optim.AdamW, "local plain probe setter torch"),
+    _one(
+        "local, in backward",
+        partial(hk.FusedAdamW, in_backward=hk.InBackward(chunk_bytes=40)),
+        "local plain probe setter ours early",
+        gradients="local",
+    ),
     _one("stacks", hk.FusedAdamW, "shared stack probe setter ours"),
     _one("hsdp", torch.optim.AdamW, "shared sharded torch"),
     _one("compress", hk.FusedAdamW, "local compress probe ours", gradients="local", compress="int8"),

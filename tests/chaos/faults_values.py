@@ -122,7 +122,7 @@ def same_huge_element(scene: Scene) -> None:
 
 FAULTS = [
     *each("parameter", in_parameter, "nan inf -inf"),
-    *each("gradient", in_gradient, "nan inf -inf", at="gradients", without="stack"),
+    *each("gradient", in_gradient, "nan inf -inf", at="gradients", without="stack early"),
     *each("first moment", in_state("exp_avg"), without="stack"),
     *each("second moment", in_state("exp_avg_sq"), without="stack"),
     # A master that does not round to its parameter is made of the parameter again.
@@ -143,8 +143,9 @@ FAULTS = [
     Fault("nan in a batch under shared gradients", "refused", "forward", of(in_batch), needs="shared", message=UNSOUND),
     # Ours: on a GPU, g² of torch's AdamW overflows.
     Fault("a gradient of 3e19", "healed", "gradients", of(in_gradient, 3e19), excluded=False, needs="ours",
-          without="masters"),
-    Fault("no gradient for a parameter", "healed", "gradients", no_gradient, excluded=False, needs="local"),
+          without="masters early"),
+    Fault("no gradient for a parameter", "healed", "gradients", no_gradient, excluded=False, needs="local",
+          without="early"),
     Fault("another number of batches", "healed", "update", another_count, excluded=False),
     Fault("parameters of 3e38 on all ranks", "healed", "update", same_huge_element, on="all", excluded=False,
           steps="last", needs="local", without="masters compress outer overlap"),
