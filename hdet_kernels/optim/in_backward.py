@@ -64,7 +64,7 @@ class BackwardSteps:
         self._optimizer = weakref.ref(optimizer)
         self.settings = settings
         self._accumulates = self._removed = False
-        self._lock = threading.Lock()  # gloo calls back from several threads
+        self._lock = threading.Lock()  # gloo calls back from several threads, autograd from one for each device
         self.begun = False
         # Parts by number, because a flat buffer that is laid out anew has others in the same places.
         self._parts = [(flat, number) for flat in flat_groups for number in range(len(flat.parts))]
@@ -135,16 +135,17 @@ class BackwardSteps:
         """Note that autograd or FSDP2 has completed the gradient of a parameter; step the parts that were complete."""
         if self._accumulates or optimizer.accumulates() or param.grad is None:
             return
-        self._note(index)
-        if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
-        if self._seen is not None:
-            self._seen.append((index, _trace(param.grad), _checksum(param.grad)))
-            if self._holds:
-                return
-        if self._ready:
-            self._step_ready(optimizer)
-        self._count(index)
+        with self._lock:
+            self._note(index)
+            if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
+            if self._seen is not None:
+                self._seen.append((index, _trace(param.grad), _checksum(param.grad)))
+                if self._holds:
+                    return
+            if self._ready:
+                self._step_ready(optimizer, param.device)
+            self._count(index)
 
     def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Note averaged gradients of DDP, and step the parts that are complete."""
@@ -162,7 +163,7 @@ class BackwardSteps:
                     grad.mul_((optimizer.max_grad_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
                 self._given[index] = grad
                 self._count(index)
-            self._step_ready(optimizer)
+            self._step_ready(optimizer, grads[0].device)
 
     def _note(self, index: int) -> None:
         if self._states[index] != WAITING:
@@ -181,10 +182,12 @@ class BackwardSteps:
             self._ready.append(part)
 
     @torch.no_grad()
-    def _step_ready(self, optimizer: SteppingOptimizer) -> None:
-        ready, self._ready = self._ready, []
+    def _step_ready(self, optimizer: SteppingOptimizer, device: torch.device) -> None:
+        """Step the parts that are complete, on the device whose streams this thread of autograd has."""
+        ready = [part for part in self._ready if self._parts[part][0].flat.device == device]
         if not ready:
             return
+        self._ready = [part for part in self._ready if part not in ready]
         optimizer.begin_step()
         if self._removed:
             return  # parameters were regrouped: step() takes all of them
