@@ -73,6 +73,7 @@ class Run:
         seed: Seed of the model and of the order of the examples.
         steps: Number of steps; default: the task's own.
         clip: The norm to which gradients are clipped; default: the task's own.
+        device: Where it is trained.
     """
 
     task: str
@@ -82,22 +83,23 @@ class Run:
     seed: int
     steps: int | None
     clip: float | None
+    device: str
 
     def final_loss(self) -> float:
         """Train and return the validation loss."""
-        task = _task(self.task)
+        task, device = _task(self.task, self.device), torch.device(self.device)
         another = self.option.endswith(ANOTHER_ORDER)
         options = OPTIONS[self.compared][self.option.removesuffix(ANOTHER_ORDER)]
         steps, lr = self.steps or task.steps, self.factor * task.lr
         torch.manual_seed(self.seed)
-        model = task.model()
+        model = task.model().to(device)
         rule = OPTIMIZERS[task.optimizer]
         groups = param_groups(task, model.named_parameters(), Spec(task.name, "plain", lr, self.seed))
         clip = task.clip if self.clip is None else self.clip
         optimizer = rule.replicas(groups, lr=lr, max_grad_norm=clip, **rule.options, **options)
         schedule = schedule_of("onecycle", optimizer, steps, task.warm_up)
         assert schedule is not None
-        for batch in batches_of(task, steps, self.seed + 1000 * another, torch.device("cpu")):
+        for batch in batches_of(task, steps, self.seed + 1000 * another, device):
             optimizer.zero_grad()
             task.loss(model, *batch).backward()
             optimizer.step()
@@ -106,9 +108,9 @@ class Run:
 
 
 @functools.cache
-def _task(name: str) -> Task:
+def _task(name: str, device: str) -> Task:
     torch.set_num_threads(1)
-    return TASKS[name](torch.device("cpu"))
+    return TASKS[name](torch.device(device))
 
 
 def compared(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -118,7 +120,8 @@ def compared(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     seeds = range(arguments.seeds)
 
     def run(task: str, option: str, factor: float, seed: int) -> Run:
-        return Run(task, arguments.compared, option, factor, seed, arguments.steps, arguments.clip)
+        options = arguments.compared, option, factor, seed, arguments.steps, arguments.clip, arguments.device
+        return Run(task, *options)
 
     cases = itertools.product(arguments.tasks, names, FACTORS, seeds)
     runs = [run(*case) for case in cases]
@@ -133,7 +136,7 @@ def compared(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         }
 
     return {
-        task: {f"lr {factor * _task(task).lr:g}": entries(task, factor) for factor in FACTORS}
+        task: {f"lr {factor * TASKS[task].lr:g}": entries(task, factor) for factor in FACTORS}
         for task in arguments.tasks
     }
 
@@ -151,6 +154,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, help="default: the task's own")
     parser.add_argument("--clip", type=float, help="clip gradients to this norm; default: the task's own")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
