@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench import copy_bandwidth, implementations, measure, memory_tracker, peers
+from bench import copy_bandwidth, implementations, measure, memory_tracker
 from bench.training_steps import OURS, TRAININGS, Training
 from hdet_kernels.optim import FusedAdamW
 
@@ -134,7 +134,7 @@ def test_in_backward(benchmark: Any, device: str, model: str, precision: str) ->
     with torch.device(device):
         batch = training.batch()
     ways = ["torch-fused", "torch-hooks", OURS[device], EARLY]
-    ways += [peer for peer in PEERS if peer in peers.PEERS and implementations.why_not(peer, device) is None]
+    ways += [peer for peer in PEERS if implementations.why_not(peer, device) is None]
     make = {way: functools.partial(Step, training, device, precision, way) for way in ways}
     memory = {way: bytes_of(make[way], batch, device) for way in ways}
     steps = {way: make[way]() for way in ways} if not training.computed_again else {}

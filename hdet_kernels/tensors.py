@@ -73,6 +73,17 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number that is equal for two tensors if, and almost surely only if, they are bit-equal.
+
+    It adds norm and sum of the elements in fp64, of a sparse tensor those that it has.
+    """
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = torch.view_as_real(values) if values.is_complex() else values
+    wide = wide_dtype(values.device)
+    return torch.linalg.vector_norm(values, dtype=wide) + 0.618 * values.sum(dtype=wide)
+
+
 def in_full(param: Tensor, master: Tensor) -> Tensor:
     """Return the master where the 16-bit parameter is its rounding, bit for bit, and the parameter elsewhere.
 

@@ -25,7 +25,7 @@ from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.ops.step import NO_SCALARS
 from hdet_kernels.optim.coded_state import scale_name
-from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part, flat_groups_of, joint_norm, total_norm
+from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part, flat_groups_of, joint_norm, norms_of
 from hdet_kernels.optim.group_entries import (
     IMPLEMENTATION_OPTIONS,
     PER_REPLICA,
@@ -54,8 +54,9 @@ from hdet_kernels.torch_internals import times_written
 
 Closure = Callable[[], float]
 
-#: Called with pairs of a parameter and its gradient, None where there is none.
-Look = Callable[[Iterable[tuple[Tensor, Tensor | None]]], None]
+#: Parameters with their gradients, None where there is none.
+Pairs = Iterable[tuple[Tensor, Tensor | None]]
+Look = Callable[[Pairs], None]
 
 #: The name in the first saved group of the norm of the last gradients, by which ``clip="previous"`` clips the next.
 PREVIOUS_NORM = "previous_grad_norm"
@@ -256,11 +257,9 @@ class FusedOptimizer(Optimizer):
             norm = None
             if self._early.settings.clip == "previous" and self._max_grad_norm is not None:
                 norm = self._previous_norm
-                self._norms += [
-                    (flat.norm(part, own), flat.divided) for flat, part, own in found if own.any or flat.divided
-                ]
+                self._norms += norms_of(found)
             return NO_SCALARS if norm is None else ops.Scalars(norm=norm)
-        norm = total_norm(found) if self._max_grad_norm is not None else None
+        norm = joint_norm(norms_of(found)) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return NO_SCALARS if scale is norm is found_inf is None else ops.Scalars(scale, norm, found_inf)
 

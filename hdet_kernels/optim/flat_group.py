@@ -373,18 +373,20 @@ def flat_groups_of(
     return made
 
 
-def total_norm(found: Sequence[tuple[FlatGroup, Part, MatchedGradients]]) -> Tensor | None:
-    """Return the norm of all gradients as stored, on the device of the first; None without any.
+def norms_of(found: Sequence[tuple[FlatGroup, Part, MatchedGradients]]) -> list[tuple[Tensor, Divided]]:
+    """Return the norms of the gradients of some parts as stored, with the dimensions along which they are divided.
 
-    It is one number, or [replicas] where each replica has its own state. Of distributed parameters it is the norm of
-    the whole gradients: every process of their mesh must ask for it.
+    Each is one number, or [replicas] where each replica has its own state.
     """
     # Divided ones also without a gradient here: other processes may have one.
-    return joint_norm([(flat.norm(part, own), flat.divided) for flat, part, own in found if own.any or flat.divided])
+    return [(flat.norm(part, own), flat.divided) for flat, part, own in found if own.any or flat.divided]
 
 
 def joint_norm(norms: Sequence[tuple[Tensor, Divided]]) -> Tensor | None:
-    """Return the norm of gradients whose norms are given, with the dimensions along which they are divided."""
+    """Return the norm of all gradients, given those of :func:`norms_of`, on the device of the first; None without any.
+
+    Of distributed parameters it is the norm of the whole gradients: every process of their mesh must ask for it.
+    """
     if any(divided for _, divided in norms):
         return norm_over_meshes(norms)
     if len(norms) < 2:

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from hdet_kernels.ddp_hook import hook_of
 from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
 from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
-from hdet_kernels.tensors import wide_dtype
+from hdet_kernels.tensors import checksum
 from hdet_kernels.torch_internals import times_written
 
 WAITING, ARRIVED, STEPPED = range(3)
@@ -69,30 +70,25 @@ class BackwardSteps:
         # Parts by number, because a flat buffer that is laid out anew has others in the same places.
         self._parts = [(flat, number) for flat in flat_groups for number in range(len(flat.parts))]
         tied = [[flat.params[index] for index in flat.parts[number].slots] for flat, number in self._parts]
-        self._members = [[param for several in slots for param in several] for slots in tied]
-        self._params = [param for members in self._members for param in members]
+        self._params = [param for slots in tied for several in slots for param in several]
+        ends = list(accumulate(sum(map(len, slots)) for slots in tied))
+        self._members = [range(start, end) for start, end in pairwise([0, *ends])]
         self._part_of = [part for part, members in enumerate(self._members) for _ in members]
         self._index = {id(param): index for index, param in enumerate(self._params)}
         self._states = [WAITING] * len(self._params)
         self._given: dict[int, Tensor] = {}  # gradients that are not in ``grad`` yet: those of DDP
         # Tied parameters are complete only when all of them have arrived.
-        self._together = [
-            [
-                self._index[id(param)]
-                for several in slots
-                if len(several) > 1
-                for param in several
-                if param.requires_grad
-            ]
-            for slots in tied
-        ]
-        self._expected = [sum(param.requires_grad for param in members) for members in self._members]
+        several = [[param for params in slots if len(params) > 1 for param in params] for slots in tied]
+        self._together = [[self._index[id(param)] for param in params if param.requires_grad] for params in several]
+        self._expected = [sum(self._params[index].requires_grad for index in members) for members in self._members]
         self._waiting_for = list(self._expected)
         self._ready: list[int] = []
         #: Whether this step is taken by ``step()`` alone.
         self._holds = self._changes_are_possible()
-        # Of the first step: gradients as they came, by what changes with them, and a checksum.
+        # Of the first step: gradients as they came, by what changes with them, and a checksum; and the one that came
+        # last, on which hooks of the user may still run.
         self._seen: list[tuple[int, tuple[int, int], Tensor]] | None = []
+        self._last: int | None = None
         own: weakref.ref[BackwardSteps] = weakref.ref(self)
         self._handles = (
             [
@@ -140,9 +136,9 @@ class BackwardSteps:
             if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
             if self._seen is not None:
-                self._seen.append((index, _trace(param.grad), _checksum(param.grad)))
-                if self._holds:
-                    return
+                self._see(index)
+            if self._holds:
+                return
             if self._ready:
                 self._step_ready(optimizer, param.device)
             self._count(index)
@@ -164,6 +160,13 @@ class BackwardSteps:
                 self._given[index] = grad
                 self._count(index)
             self._step_ready(optimizer, grads[0].device)
+
+    def _see(self, index: int) -> None:
+        """Remember the gradient that came before this one; a single one at once, because none follows it."""
+        due = index if len(self._params) == 1 else self._last
+        self._last = index
+        if self._seen is not None and due is not None and (grad := self._params[due].grad) is not None:
+            self._seen.append((due, _trace(grad), checksum(part_of(grad))))
 
     def _note(self, index: int) -> None:
         if self._states[index] != WAITING:
@@ -194,13 +197,12 @@ class BackwardSteps:
         for part in ready:
             flat, number = self._parts[part]
             optimizer.step_parts([(flat, flat.parts[number])], self._arrived_gradient)
-            for param in self._members[part]:
-                index = self._index[id(param)]
+            for index in self._members[part]:
                 if self._states[index] == ARRIVED:
                     self._states[index] = STEPPED
                     self._given.pop(index, None)
                     if self.settings.model is None:
-                        param.grad = None
+                        self._params[index].grad = None
 
     def _arrived_gradient(self, param: Tensor) -> Tensor | None:
         index = self._index[id(param)]
@@ -226,12 +228,12 @@ class BackwardSteps:
 
     def check_untouched(self) -> None:
         """Raise RuntimeError if, at the first step, gradients were changed after the backward pass."""
-        for index, trace, checksum in self._seen or ():
+        for index, trace, number in self._seen or ():
             grad = self._params[index].grad
             if self._states[index] == STEPPED or grad is None:
                 continue
             # Some trainers clip to infinity, to log the norm: that writes the same values.
-            if _trace(grad) != trace and not torch.equal(_checksum(grad), checksum):
+            if _trace(grad) != trace and not torch.equal(checksum(part_of(grad)), number):
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(grad.shape)} was changed between backward() and "
                     "step(), when in_backward has used it: for clip_grad_norm_ pass max_grad_norm= and "
@@ -249,7 +251,7 @@ class BackwardSteps:
         self._expected = [now or before for now, before in zip(came, self._expected, strict=True)]
         self._waiting_for = list(self._expected)
         self._states = [WAITING] * len(self._params)
-        self._ready, self._given, self._seen = [], {}, None
+        self._ready, self._given, self._seen, self._last = [], {}, None, None
         self._holds = self.begun = False
 
 
@@ -257,13 +259,6 @@ def _trace(gradient: Tensor) -> tuple[int, int]:
     """Return how often a gradient was written in place, and where it is."""
     part = part_of(gradient)
     return times_written(part), part.data_ptr() if part.layout is torch.strided else id(part)
-
-
-def _checksum(gradient: Tensor) -> Tensor:
-    part = part_of(gradient)
-    values = part.coalesce().values() if part.is_sparse else part
-    wide = wide_dtype(part.device)
-    return torch.linalg.vector_norm(values, dtype=wide) + 0.618 * values.sum(dtype=wide)
 
 
 def _arrive(steps: weakref.ref[BackwardSteps], index: int, param: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet_kernels.checks import check_choice, check_flag, check_kind
+from hdet_kernels.checks import check_choice, check_flag, check_kind, check_whole
 from hdet_kernels.ops import DTYPES, MASTERED, STATE_DTYPES
 from hdet_kernels.sharded import part_of
 from hdet_kernels.tensors import replicas_of
@@ -50,8 +50,7 @@ class InBackward:
         if self.model is not None:
             remedy = "leave it out for a model that is not wrapped, or sharded by fully_shard"
             check_kind("model", self.model, DistributedDataParallel, "a DistributedDataParallel", remedy=remedy)
-        if isinstance(self.chunk_bytes, bool) or not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be a positive whole number, got {self.chunk_bytes!r}; try {2**25}")
+        check_whole("chunk_bytes", self.chunk_bytes, at_least=1, remedy=f"leave it out for {CHUNK_BYTES}")
 
     def check_max_grad_norm(self, value: float | None) -> None:
         """Raise ValueError if gradients are to be clipped by a norm that is not known in the backward pass yet."""
@@ -74,10 +73,6 @@ class InBackward:
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without the model: a copy of the optimizer has other parameters."""
         return {"clip": self.clip, "model": None, "chunk_bytes": self.chunk_bytes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
 
 
 class SharedOptions(TypedDict, total=False):

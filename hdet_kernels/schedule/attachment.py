@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_kind
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.optim.base import FusedOptimizer
+from hdet_kernels.optim.base import FusedOptimizer, Pairs
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
-from hdet_kernels.schedule.gradients import Pairs, look_at_gradients, pairs_of
+from hdet_kernels.schedule.gradients import look_at_gradients, pairs_of
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.stack import ReplicaStack
 from hdet_kernels.torch_internals import not_compiled, uncompiled

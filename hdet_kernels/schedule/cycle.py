@@ -36,9 +36,10 @@ from hdet_kernels.converge import (
 from hdet_kernels.converge.handshake import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
+from hdet_kernels.optim.base import Pairs
 from hdet_kernels.schedule.acts import Act, Before, Progress, Return, explained, peaks_of
 from hdet_kernels.schedule.arguments import GradientMode, Probe
-from hdet_kernels.schedule.gradients import Displacement, Fingerprint, Pairs
+from hdet_kernels.schedule.gradients import Displacement, Fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
@@ -244,10 +245,10 @@ class Cycle:
 
     def look(self, pairs: Pairs) -> None:
         """Read some of the gradients of a step, or all. A hook of the optimizer, before they are used."""
-        if self.displacement is not None:
-            self.displacement.look(pairs := list(pairs))
         if self._compared is not None:
-            self._compared.look(pairs)
+            self._compared.look(pairs := list(pairs))
+        if self.displacement is not None:
+            self.displacement.look(pairs)
 
     def looked(self) -> None:
         """Note what all gradients of a step have shown. A hook of the optimizer."""

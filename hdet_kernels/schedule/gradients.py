@@ -8,7 +8,7 @@ their device until the next sync.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from hdet_kernels.controller.protocol import MeasuredSlopes, Run
 from hdet_kernels.ensemble import Ensemble
-from hdet_kernels.tensors import local, one_replica, wide_dtype
+from hdet_kernels.optim.base import Pairs
+from hdet_kernels.tensors import checksum, local, one_replica, wide_dtype
 
 #: The first gradients of a cycle that are multiplied with the displacement of the cycle before.
 SLOPE_STEPS = 8
@@ -50,15 +51,11 @@ def look_at_gradients(
     return args, {**kwargs, "closure": looked_after}
 
 
-#: Parameters with their gradients, None where there is none.
-Pairs = Iterable[tuple[Tensor, Tensor | None]]
-
-
 class Fingerprint:
     """A number that is equal on two replicas if, and almost surely only if, their gradients are bit-equal.
 
-    All-reduced gradients are equal; local ones are not. It adds norms and sums of elements in fp64: norms alone would
-    be equal after clipping tensor by tensor.
+    All-reduced gradients are equal; local ones are not. It adds checksums, because norms alone would be equal after
+    clipping tensor by tensor.
     """
 
     def __init__(self) -> None:
@@ -67,14 +64,8 @@ class Fingerprint:
     def look(self, pairs: Pairs) -> None:
         """Take the gradients of some parameters in."""
         for param, gradient in pairs:
-            if gradient is None:
-                continue
-            g = local(gradient)
-            g = g.coalesce().values() if g.is_sparse else g
-            g = torch.view_as_real(g) if g.is_complex() else g
-            if g.numel():
-                wide = wide_dtype(g.device)
-                self._numbers[id(param)] = torch.linalg.vector_norm(g, dtype=wide) + 0.618 * g.sum(dtype=wide)
+            if gradient is not None and (part := local(gradient)).numel():
+                self._numbers[id(param)] = checksum(part)
 
     def value(self, groups: Sequence[dict[str, Any]]) -> Tensor | None:
         """Return the number; None if there was no gradient."""

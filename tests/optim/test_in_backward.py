@@ -233,12 +233,7 @@ def test_a_user_s_hooks_see_every_gradient() -> None:
         for param in net.parameters():
             param.register_post_accumulate_grad_hook(halve)
     for net, optimizer in ((plain, one), (early, other)):
-        loss_of(net, 0).backward()
-        if optimizer is other:
-            other._early._seen = None  # the first step raises here: gradients were changed after the optimizer's hook
-        optimizer.step()
-        optimizer.zero_grad()
-        train(net, optimizer, range(1, 4))
+        train(net, optimizer, range(4))
     assert_same(plain, early, one, other)
     assert len(seen) == 2 * 4 * (len(list(early.parameters())) - 2)
 

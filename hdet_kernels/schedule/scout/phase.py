@@ -23,12 +23,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.fanout.spread import Spread, rates_of
+from hdet_kernels.optim.base import Pairs
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule.acts import Act
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.build import one_cycle_at, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.gradients import Fingerprint, Pairs
+from hdet_kernels.schedule.gradients import Fingerprint
 from hdet_kernels.schedule.losses import NONE_RECORDED, Loss, checked_loss, run_probe
 from hdet_kernels.schedule.scout.comparison import (
     RoundLosses,
