@@ -96,6 +96,9 @@ def _trained(
     state = copy.deepcopy(module.state_dict())
     found = [state, rates, losses, history, scheduler.get_last_lr(), getattr(scheduler, "scouted", None)]
     size, replica = scheduler.cycle.ensemble.size, scheduler.cycle.ensemble.replica
+    # DDP lets go of the group first. As its last holder it would free it with the interpreter's lock held, for which a
+    # thread of gloo may be waiting.
+    del model
     group.end()
     return built, size, replica, found
 
