@@ -4,7 +4,9 @@
 
 The ways take turns of a few steps. Parameters are in float32 under bf16 autocast (``fp32``), or in bf16, ours with
 moments in 8 bits and stochastic rounding (``bf16-int8``). ``torch-hooks`` is the pattern of torchtune: a hook steps an
-optimizer of each parameter, torch's fused AdamW. Blocks of the largest model are computed again in the backward pass.
+optimizer of each parameter, torch's fused AdamW. ``flashoptim-release`` is FlashAdamW with gradient release, which has
+moments in 8 bits, and 8 bits more of each parameter. Blocks of the largest model are computed again in the backward
+pass.
 
 Bytes a parameter are those of parameters, gradients and state: the allocator's peak from the first step on, with one
 short example, whose activations take little; and what is held after a step.
@@ -13,6 +15,9 @@ short example, whose activations take little; and what is held after a step.
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench import copy_bandwidth, implementations, measure, memory_tracker
+from bench import copy_bandwidth, implementations, measure, memory_tracker, peers
 from bench.training_steps import OURS, TRAININGS, Training
 from hdet_kernels.optim import FusedAdamW
 
@@ -31,8 +36,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-int8": {"stochastic_rounding": True, "state_dtype": "int8"},
 }
 EARLY = "hdet-in-backward"
-#: Peers that are measured where they are installed.
-PEERS = ("bitsandbytes-8bit",)
+RELEASE = "flashoptim-release"
+#: Peers that are measured where they are installed, as ``peers.py`` names them.
+PEERS = {"bitsandbytes-8bit": "bitsandbytes-8bit", RELEASE: "flashoptim-8bit"}
 #: Tokens, or examples, with which memory is measured.
 SHORT = 32
 
@@ -42,12 +48,15 @@ class TorchHooks:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self._of = {param: torch.optim.AdamW([param], lr=1e-3, fused=True) for param in params}
-        for param in params:
-            param.register_post_accumulate_grad_hook(self._step)
+        self._handles = [param.register_post_accumulate_grad_hook(self._step) for param in params]
 
     def _step(self, param: Tensor) -> None:
         self._of[param].step()  # type: ignore[index]
         param.grad = None
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def step(self) -> None:
         pass
@@ -81,13 +90,22 @@ class Step:
         if precision != "fp32":
             self.model.to(BF16)
         self.params, self.device = list(self.model.parameters()), device
+        #: Undoes what keeps the parameters alive: hooks that refer to them.
+        self.close: Callable[[], None] = lambda: None
         self.optimizer = self._made(way, PRECISIONS[precision])
 
     def _made(self, way: str, options: dict[str, Any]) -> Any:
         if way == "torch-hooks":
-            return TorchHooks(self.params)
+            hooks = TorchHooks(self.params)
+            self.close = hooks.remove
+            return hooks
         if way not in (OURS[self.device], EARLY):
-            return implementations.optimizer(way, "adamw", self.params)
+            theirs = implementations.optimizer(PEERS.get(way, way), "adamw", self.params)
+            if way == RELEASE:
+                release = importlib.import_module("flashoptim").enable_gradient_release(self.model, theirs)
+                self.close = release.remove
+                warnings.filterwarnings("ignore", message=".*enable_gradient_release.*")
+            return theirs
         backend = OURS[self.device].removeprefix("hdet-")
         return FusedAdamW(self.params, lr=1e-3, backend=backend, in_backward=way == EARLY, **options)
 
@@ -101,8 +119,10 @@ class Step:
 
 def bytes_of(make: Callable[[], Step], batch: tuple[Tensor, ...], device: str) -> dict[str, float]:
     """Return the peak and what is held after a step, in bytes a parameter."""
-    short = tuple(part[:1, :SHORT] if part.dim() == 2 and not part.is_floating_point() else part[:1] for part in batch)
+    # Of windows of tokens the first ones, of other batches the first example.
+    short = (batch[0][:1, :SHORT],) if len(batch) == 1 else tuple(part[:1] for part in batch)
     memory_tracker.warm_up_libraries(device)
+    gc.collect()  # what was measured before
     book = memory_tracker.MemoryTracker(device)
     with book.phase("built"):
         step = make()
@@ -112,6 +132,7 @@ def bytes_of(make: Callable[[], Step], batch: tuple[Tensor, ...], device: str) -
     with book.phase("step"):
         step(short)
     count = sum(param.numel() for param in step.params)
+    step.close()
     return {
         "parameters": count,
         "peak of the first steps": book.peaks["first steps"] / count,
@@ -134,19 +155,34 @@ def test_in_backward(benchmark: Any, device: str, model: str, precision: str) ->
     with torch.device(device):
         batch = training.batch()
     ways = ["torch-fused", "torch-hooks", OURS[device], EARLY]
-    ways += [peer for peer in PEERS if implementations.why_not(peer, device) is None]
+    ways += [
+        way
+        for way, peer in PEERS.items()
+        if peers.why_not(peer, device) is None and (precision != "fp32" or "adamw-fp32" in peers.PEERS[peer].works)
+    ]
     make = {way: functools.partial(Step, training, device, precision, way) for way in ways}
-    memory = {way: bytes_of(make[way], batch, device) for way in ways}
+    memory: dict[str, dict[str, float]] = {}
+    for way in ways:
+        try:
+            memory[way] = bytes_of(make[way], batch, device)
+        except Exception as error:
+            if way not in PEERS:
+                raise
+            print(peers.fail(PEERS[way], error))
+    ways = list(memory)
     steps = {way: make[way]() for way in ways} if not training.computed_again else {}
     if steps:
         calls = {way: functools.partial(step, batch) for way, step in steps.items()}
-        measure.take_turns(benchmark, calls, device, turns=training.turns, iterations=training.steps)
+        measure.take_turns(benchmark, calls, device, turns=max(training.turns // 2, 3), iterations=training.steps)
     else:  # two of them do not fit beside each other
         times = {}
         for way in ways:
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
             step = make[way]()
             times[way] = [measure.seconds_each(functools.partial(step, batch), device, 2) for _ in range(4)][1:]
-            memory[way]["whole peak GB"] = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
+            memory[way]["whole peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+            step.close()
             del step
         benchmark.pedantic(int)
         benchmark.extra_info["ways"] = {way: measure.summary(found) for way, found in times.items()}

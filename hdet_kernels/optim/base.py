@@ -96,7 +96,7 @@ class FusedOptimizer(Optimizer):
 
     #: Tells whether the backward pass of now accumulates gradients, which ``in_backward`` is to leave alone: a trainer
     #: sets it. In a loop of one's own, :meth:`accumulate` says so.
-    accumulates: Callable[[], bool] = staticmethod(lambda: False)
+    accumulates: Callable[[], bool] | None = None
 
     #: The steps in the backward pass, with ``in_backward``.
     _early: BackwardSteps | None = None
@@ -194,6 +194,7 @@ class FusedOptimizer(Optimizer):
             loss = self._run(closure)
         if self._early is not None:
             self._refuse_scaler()
+            self._early.count_noted(self)
         self.begin_step()
         if (early := self._early) is None:
             self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], _gradient_of)
@@ -201,7 +202,7 @@ class FusedOptimizer(Optimizer):
         early.check_untouched()
         self.step_parts(early.parts_left(), early.gradient_left)
         self._remember_norm()
-        early.end_step()
+        early.end_step(self)
         return loss
 
     def _refuse_scaler(self) -> None:
@@ -310,7 +311,7 @@ class FusedOptimizer(Optimizer):
         wrapper = next((module for module in found if isinstance(module, DistributedDataParallel)), None)
         if wrapper is not None and early.model is None:
             self.options = replace(self.options, in_backward=replace(early, model=wrapper))
-            self._step_in_backward()
+        self._step_in_backward()
 
     def watch_backward(self, begin: Callable[[], None], look: Look) -> RemovableHandle:
         """With ``in_backward``, call ``begin`` when a step begins, and ``look`` with gradients before they are used.

@@ -1,8 +1,12 @@
 """Step parameters during the backward pass, as soon as their gradients are complete, and free the gradients.
 
-With ``in_backward`` a flat buffer has several parts. A hook on each parameter counts the gradients that have come. A
-part with all of them is stepped in one launch, and its gradients are released, when the next gradient comes: by then
-every hook on its own has run. ``optimizer.step()`` steps what is left, and ends the step.
+With ``in_backward`` a flat buffer has several parts. A hook on each parameter notes that its gradient has come. A part
+with all of them is stepped in one launch, and its gradients are released, when the next gradient comes: by then every
+hook on its own has run. ``optimizer.step()`` steps what is left, and ends the step.
+
+At first every hook looks whether a part is complete. Once the gradients of two steps came in the same order, only the
+hooks look that come next after a part, and the others append to a list, which takes half the time. If the order changes
+later, parts wait for the next hook that looks, and in the next steps every hook looks again.
 
 =================== ====================================================================================================
 a parameter is      because
@@ -21,14 +25,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.ddp_hook import hook_of
 from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
@@ -38,6 +44,7 @@ from hdet_kernels.tensors import checksum
 from hdet_kernels.torch_internals import times_written
 
 WAITING, ARRIVED, STEPPED = range(3)
+_GRAD: GradientOf = attrgetter("grad")
 
 
 class SteppingOptimizer(Protocol):
@@ -46,7 +53,7 @@ class SteppingOptimizer(Protocol):
     @property
     def max_grad_norm(self) -> float | None: ...
     @property
-    def accumulates(self) -> Callable[[], bool]: ...
+    def accumulates(self) -> Callable[[], bool] | None: ...
 
     def begin_step(self) -> None: ...
     def step_parts(self, parts: Sequence[tuple[FlatGroup, Part]], gradient_of: GradientOf) -> None: ...
@@ -72,34 +79,47 @@ class BackwardSteps:
         tied = [[flat.params[index] for index in flat.parts[number].slots] for flat, number in self._parts]
         self._params = [param for slots in tied for several in slots for param in several]
         ends = list(accumulate(sum(map(len, slots)) for slots in tied))
-        self._members = [range(start, end) for start, end in pairwise([0, *ends])]
-        self._part_of = [part for part, members in enumerate(self._members) for _ in members]
+        self._members = [slice(start, end) for start, end in pairwise([0, *ends])]
+        self._part_of = [part for part, slots in enumerate(tied) for params in slots for _ in params]
         self._index = {id(param): index for index, param in enumerate(self._params)}
         self._states = [WAITING] * len(self._params)
         self._given: dict[int, Tensor] = {}  # gradients that are not in ``grad`` yet: those of DDP
         # Tied parameters are complete only when all of them have arrived.
         several = [[param for params in slots if len(params) > 1 for param in params] for slots in tied]
         self._together = [[self._index[id(param)] for param in params if param.requires_grad] for params in several]
-        self._expected = [sum(self._params[index].requires_grad for index in members) for members in self._members]
+        self._expected = [sum(param.requires_grad for param in self._params[members]) for members in self._members]
         self._waiting_for = list(self._expected)
         self._ready: list[int] = []
         #: Whether this step is taken by ``step()`` alone.
         self._holds = self._changes_are_possible()
+        # Parameters whose hooks have only noted that a gradient came; while every hook looks, the order in this step
+        # and in the one before; how many complete parts have no hook after them that looks.
+        self._noted: list[Tensor] = []
+        self._order: list[int] | None = []
+        self._order_before: list[int] = []
+        self._without_hook = 0
         # Of the first step: gradients as they came, by what changes with them, and a checksum; and the one that came
         # last, on which hooks of the user may still run.
         self._seen: list[tuple[int, tuple[int, int], Tensor]] | None = []
         self._last: int | None = None
-        own: weakref.ref[BackwardSteps] = weakref.ref(self)
-        self._handles = (
-            [
-                param.register_post_accumulate_grad_hook(partial(_arrive, own, index))
-                for index, param in enumerate(self._params)
-                if param.requires_grad and not is_offloaded(param)  # FSDP may still be copying their gradients
-            ]
-            if settings.model is None
-            else [hook_of(settings.model).listen(partial(_arrive_bucket, own))]
-        )
+        self._handles: list[RemovableHandle] = []
+        if settings.model is None:
+            self._watch(range(len(self._params)))
+        else:
+            self._handles.append(hook_of(settings.model).listen(partial(_arrive_bucket, weakref.ref(self))))
         weakref.finalize(optimizer, _remove, self._handles).atexit = False
+
+    def _watch(self, looking: Collection[int]) -> None:
+        """Let the hooks of some parameters look for complete parts, and those of the others note their gradients."""
+        own: weakref.ref[BackwardSteps] = weakref.ref(self)
+        _remove(self._handles)
+        self._handles[:] = [
+            param.register_post_accumulate_grad_hook(
+                partial(_arrive, own, index) if index in looking else self._noted.append
+            )
+            for index, param in enumerate(self._params)
+            if param.requires_grad and not is_offloaded(param)  # FSDP may still be copying their gradients
+        ]
 
     def remove(self) -> None:
         """Remove all hooks: another has taken the place of this one."""
@@ -121,44 +141,49 @@ class BackwardSteps:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Let backward passes in this block accumulate gradients, and step none."""
-        before, self._accumulates = self._accumulates, True
+        before, self._accumulates, noted = self._accumulates, True, len(self._noted)
         try:
             yield
         finally:
             self._accumulates = before
+            del self._noted[noted:]
+
+    def _is_accumulating(self, optimizer: SteppingOptimizer) -> bool:
+        return self._accumulates or (optimizer.accumulates is not None and optimizer.accumulates())
 
     def arrive(self, optimizer: SteppingOptimizer, index: int, param: Tensor) -> None:
         """Note that autograd or FSDP2 has completed the gradient of a parameter; step the parts that were complete."""
-        if self._accumulates or optimizer.accumulates() or param.grad is None:
+        if self._is_accumulating(optimizer) or param.grad is None:
             return
         with self._lock:
-            self._note(index)
-            if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_([param], optimizer.max_grad_norm)
+            if self._order is not None:
+                self._order.append(index)
+            if self._noted:
+                self._count_noted(optimizer)
+            if self._ready and not self._holds:
+                self._step_ready(optimizer, param.device)
+            self._count([index], optimizer)
             if self._seen is not None:
                 self._see(index)
-            if self._holds:
-                return
-            if self._ready:
-                self._step_ready(optimizer, param.device)
-            self._count(index)
+
+    def _count_noted(self, optimizer: SteppingOptimizer) -> None:
+        """Count the gradients that hooks have noted."""
+        noted = self._noted[:]
+        del self._noted[: len(noted)]
+        self._count([self._index[id(param)] for param in noted if param.grad is not None], optimizer)
 
     def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Note averaged gradients of DDP, and step the parts that are complete."""
-        if self._accumulates or optimizer.accumulates() or self._holds:
+        if self._is_accumulating(optimizer) or self._holds:
             return
         assert self.settings.model is not None
         if self.settings.model.find_unused_parameters:
             return  # which are unused is known at the end, and they are not to be stepped
         with self._lock:
-            for param, grad in zip(params, grads, strict=True):
-                if (index := self._index.get(id(param))) is None:
-                    continue  # another optimizer's
-                self._note(index)
-                if self.settings.clip == "tensor" and optimizer.max_grad_norm is not None:
-                    grad.mul_((optimizer.max_grad_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
-                self._given[index] = grad
-                self._count(index)
+            pairs = ((self._index.get(id(param)), grad) for param, grad in zip(params, grads, strict=True))
+            of_bucket = {index: grad for index, grad in pairs if index is not None}  # else another optimizer's
+            self._given |= of_bucket
+            self._count(of_bucket, optimizer)
             self._step_ready(optimizer, grads[0].device)
 
     def _see(self, index: int) -> None:
@@ -168,21 +193,31 @@ class BackwardSteps:
         if self._seen is not None and due is not None and (grad := self._params[due].grad) is not None:
             self._seen.append((due, _trace(grad), checksum(part_of(grad))))
 
-    def _note(self, index: int) -> None:
-        if self._states[index] != WAITING:
-            raise RuntimeError(
-                "a second backward pass before optimizer.step() reached a parameter of shape "
-                f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before the "
-                "last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or build the "
-                "optimizer without in_backward"
-            )
-        self._states[index] = ARRIVED
+    def _count(self, indices: Iterable[int], optimizer: SteppingOptimizer) -> None:
+        """Note complete gradients, clip each if asked for, and note the parts of which all have come."""
+        states, waiting = self._states, self._waiting_for
+        clips = optimizer.max_grad_norm if self.settings.clip == "tensor" else None
+        for index in indices:
+            if states[index] != WAITING:
+                raise RuntimeError(
+                    "a second backward pass before optimizer.step() reached a parameter of shape "
+                    f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before "
+                    "the last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or "
+                    "build the optimizer without in_backward"
+                )
+            states[index] = ARRIVED
+            if clips is not None:
+                self._clip(index, clips)
+            part = self._part_of[index]
+            waiting[part] -= 1
+            if waiting[part] <= 0 and all(states[each] != WAITING for each in self._together[part]):
+                self._ready.append(part)
 
-    def _count(self, index: int) -> None:
-        part = self._part_of[index]
-        self._waiting_for[part] -= 1
-        if self._waiting_for[part] <= 0 and all(self._states[each] != WAITING for each in self._together[part]):
-            self._ready.append(part)
+    def _clip(self, index: int, norm: float) -> None:
+        if (grad := self._given.get(index)) is None:
+            torch.nn.utils.clip_grad_norm_([self._params[index]], norm)
+        else:
+            grad.mul_((norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
 
     @torch.no_grad()
     def _step_ready(self, optimizer: SteppingOptimizer, device: torch.device) -> None:
@@ -195,14 +230,19 @@ class BackwardSteps:
         if self._removed:
             return  # parameters were regrouped: step() takes all of them
         for part in ready:
-            flat, number = self._parts[part]
-            optimizer.step_parts([(flat, flat.parts[number])], self._arrived_gradient)
-            for index in self._members[part]:
-                if self._states[index] == ARRIVED:
-                    self._states[index] = STEPPED
-                    self._given.pop(index, None)
-                    if self.settings.model is None:
-                        self._params[index].grad = None
+            (flat, number), members = self._parts[part], self._members[part]
+            all_came = not self._given and WAITING not in self._states[members]
+            optimizer.step_parts([(flat, flat.parts[number])], _GRAD if all_came else self._arrived_gradient)
+            if self.settings.model is None:
+                self._release(members)
+            self._states[members] = [state and STEPPED for state in self._states[members]]
+            for index in range(members.start, members.stop) if self._given else ():
+                self._given.pop(index, None)
+
+    def _release(self, members: slice) -> None:
+        for param, state in zip(self._params[members], self._states[members], strict=True):
+            if state != WAITING:
+                param.grad = None
 
     def _arrived_gradient(self, param: Tensor) -> Tensor | None:
         index = self._index[id(param)]
@@ -212,6 +252,11 @@ class BackwardSteps:
 
     # What optimizer.step() calls
 
+    def count_noted(self, optimizer: SteppingOptimizer) -> None:
+        """Count the gradients that came after the last hook that looked."""
+        with self._lock:
+            self._count_noted(optimizer)
+
     @property
     def stepped(self) -> int:
         """How many parameters were stepped since the last ``step()``."""
@@ -219,11 +264,16 @@ class BackwardSteps:
 
     def parts_left(self) -> list[tuple[FlatGroup, Part]]:
         """Return the parts of which not all parameters were stepped in the backward pass."""
-        left = sorted({self._part_of[index] for index, state in enumerate(self._states) if state != STEPPED})
+        left = [part for part, members in enumerate(self._members) if set(self._states[members]) != {STEPPED}]
         return [(flat, flat.parts[number]) for flat, number in (self._parts[part] for part in left)]
 
-    def gradient_left(self, param: Tensor) -> Tensor | None:
-        """Return the gradient of a parameter that was not stepped in the backward pass."""
+    @property
+    def gradient_left(self) -> GradientOf:
+        """Return a function that returns the gradient of a parameter that was not stepped in the backward pass."""
+        # DDP writes its buckets into ``grad``, also of what was stepped.
+        return _GRAD if self.settings.model is None else self._gradient_left
+
+    def _gradient_left(self, param: Tensor) -> Tensor | None:
         return None if self._states[self._index[id(param)]] == STEPPED else param.grad
 
     def check_untouched(self) -> None:
@@ -241,18 +291,32 @@ class BackwardSteps:
                     "in_backward=InBackward(model=model), in the place of a GradScaler train in bfloat16"
                 )
 
-    def end_step(self) -> None:
+    def end_step(self, optimizer: SteppingOptimizer) -> None:
         """Release the gradients of what was stepped, and wait for the next backward pass."""
-        came = [0] * len(self._parts)
-        for index, state in enumerate(self._states):
-            if state != WAITING:
-                came[self._part_of[index]] += 1
-                self._params[index].grad = None
+        self._release(slice(None))
+        came = [sum(map(bool, self._states[members])) for members in self._members]
+        self._follow_order(optimizer)
         self._expected = [now or before for now, before in zip(came, self._expected, strict=True)]
         self._waiting_for = list(self._expected)
         self._states = [WAITING] * len(self._params)
         self._ready, self._given, self._seen, self._last = [], {}, None, None
         self._holds = self.begun = False
+
+    def _follow_order(self, optimizer: SteppingOptimizer) -> None:
+        """Let those hooks look that come next after a part, once the order in which gradients come is known."""
+        if self._order is None:
+            if len(self._ready) > self._without_hook:
+                self._order, self._order_before = [], []
+                self._watch(range(len(self._params)))
+        elif self._order and self._order == self._order_before and optimizer.accumulates is None:
+            # (A trainer that accumulates is asked at every gradient.)
+            last = {self._part_of[index]: place for place, index in enumerate(self._order)}
+            following = [place + 1 for place in last.values() if place + 1 < len(self._order)]
+            self._without_hook = len(last) - len(following)
+            self._watch({self._order[place] for place in following})
+            self._order = None
+        else:
+            self._order, self._order_before = [], self._order
 
 
 def _trace(gradient: Tensor) -> tuple[int, int]:
@@ -272,6 +336,6 @@ def _arrive_bucket(steps: weakref.ref[BackwardSteps], params: Sequence[Tensor], 
         found.arrive_bucket(optimizer, params, grads)
 
 
-def _remove(handles: Sequence[Any]) -> None:
+def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()

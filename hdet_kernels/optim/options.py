@@ -25,7 +25,7 @@ Clipping = Literal["previous", "tensor"]
 
 
 #: Bytes of gradients that are stepped at once. Fewer cost launches, more keep gradients for longer.
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 64 * 10**6
 
 
 @dataclass(frozen=True)

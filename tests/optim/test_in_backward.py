@@ -219,6 +219,25 @@ def test_parameters_that_get_gradients_at_some_steps_only() -> None:
     assert_same(plain, early, one, other)
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_that_come_in_another_order(accumulated: bool) -> None:
+    """While the order stays, few hooks look for complete parts; after it changed they find out, and step as early."""
+    plain, early, one, other = pair(FusedAdamW, lr=0.01)
+    orders, gone = [[0, 1, 2, 3, 4, 5]] * 5 + [[3, 5, 1, 0, 4, 2]] * 5 + [[5, 0, 4], [1, 2, 3], [0, 5, 2]] * 2, []
+    for seed, order in enumerate(orders):
+        for net, optimizer in ((plain, one), (early, other)):
+            layers = net.layers
+            net.layers = nn.ModuleList(layers[index] for index in order)
+            if accumulated:
+                with optimizer.accumulate():
+                    loss_of(net, 100 + seed).backward()
+            found = train(net, optimizer, [seed])
+            net.layers = layers
+        gone += found
+    assert_same(plain, early, one, other)
+    assert min(gone[1:5]) == min(gone[7:10]) == max(gone[:10]) > 10
+
+
 def test_a_user_s_hooks_see_every_gradient() -> None:
     """Also those that were registered after the optimizer was built, on the parameter that completes a part."""
     plain, early, one, other = pair(FusedAdamW, lr=0.01)
