@@ -1,7 +1,7 @@
 """Write the generated documentation from the recorded results; no GPU is needed.
 
 python -m bench.pages            # write docs/benchmarks.md, docs/cost.md, docs/quality.md, docs/reliability.md, their
-                                 # plots, and the tables of README.md and bench/README.md
+                                 # plots, and the tables of README.md, docs/usage/optimizers.md and bench/README.md
 python -m bench.pages --check    # write nothing; exit code 1 if a page is not up to date
 
 Every figure is computed from a record of ``bench/results`` or ``bench/quality/results``, or by ``cost_model.py``; the
@@ -437,11 +437,54 @@ def speed_table() -> str:
     ratio = whole["amortised"]["1000"]["ratio"]
     name = "whole training step of gpt2-124M with HDET, syncs included (T = 1000)"
     rows.append([name, f"{short(whole['ms'])} ms", f"{short(ratio * whole['ms'])} ms", f"{ratio:.2f}"])
+    rows.append(
+        ["peak of parameters, gradients and state of llama-7B in bf16: 8-bit state, `in_backward=True`", *_peaks(found)]
+    )
     return table([found.machine("optim_step", "cuda"), "torch", "hdet_kernels", "ours / torch"], rows)
+
+
+def _peaks(found: Records) -> list[str]:
+    ways = ("torch-fused", "hdet-in-backward")
+    theirs, ours = (found.one("in_backward", model="llama-7B", way=way)["peak"] for way in ways)
+    return [*(f"{peak:.2f} bytes a parameter" for peak in (theirs, ours)), f"{ours / theirs:.2f}"]
 
 
 def _speeds(theirs: Row, ours: Row) -> list[str]:
     return [*(time_cell(row) for row in (theirs, ours)), _ratio(ours, theirs)]
+
+
+# The ways of in_backward, and their titles.
+STEPPED = {
+    "torch-fused": "torch fused",
+    "torch-hooks": "torch fused, in hooks",
+    "bitsandbytes-8bit": "bitsandbytes 8-bit",
+    "flashoptim-release": "FlashOptim, gradient release",
+    "hdet-cuda": "ours, `step()`",
+    "hdet-in-backward": "ours, `in_backward`",
+}
+
+
+def in_backward_table() -> str:
+    """Return the table of docs/usage/optimizers.md: peak bytes a parameter, and time over that of torch."""
+    found = Records(RESULTS)
+    cases = dict.fromkeys((row["model"], row["precision"]) for row in found.rows("in_backward", device="cuda"))
+    body = []
+    for model, precision in cases:
+        rows = {row["way"]: row for row in found.rows("in_backward", model=model, precision=precision)}
+        torch_ms = rows["torch-fused"]["ms"]
+        name = f"{model}, {'8 bits' if precision == 'bf16-int8' else 'fp32'}"
+        cells = [
+            (f"{rows[way]['peak']:.2f}, {rows[way]['ms'] / torch_ms:.2f}" if way in rows else NOTHING)
+            for way in STEPPED
+            if way != "torch-fused"
+        ]
+        body.append([name, f"{rows['torch-fused']['peak']:.2f}, {short(torch_ms)} ms", *cells])
+    return table([found.machine("in_backward", "cuda"), *STEPPED.values()], body)
+
+
+def optimizers_page(text: str) -> str:
+    """Return docs/usage/optimizers.md with the table of steps in the backward pass between its markers."""
+    return between(text, "in-backward", in_backward_table())
 
 
 def readme(text: str) -> str:
@@ -471,6 +514,7 @@ PAGES: dict[Path, Callable[[str], str]] = {
     DOCS / "cost.md": lambda _: cost_page(),
     DOCS / "quality.md": lambda _: quality_page(),
     DOCS / "reliability.md": lambda _: reliability_page(),
+    DOCS / "usage" / "optimizers.md": optimizers_page,
     ROOT / "README.md": readme,
     ROOT / "bench" / "README.md": bench_readme,
 }

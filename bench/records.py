@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def machine(record: dict[str, Any], device: str) -> str:
     if known:
         what += f"; copy of {known['copied']}: {known['copy B/s'] / 1e9:.0f} GB/s"
     return what
+
+
+def command_line(module: str, arguments: Sequence[str], without: Collection[str] = ("--out",)) -> str:
+    """Return the command that runs a module, without options that have a path of this machine."""
+    left = list(arguments)
+    for option in without:
+        while option in left:
+            at = left.index(option)
+            del left[at : at + 2]
+    return shlex.join(["python", "-m", module, *left])
 
 
 def provenance(command: str) -> dict[str, str]:

@@ -174,14 +174,17 @@ def test_in_backward(benchmark: Any, device: str, model: str, precision: str) ->
     if steps:
         calls = {way: functools.partial(step, batch) for way, step in steps.items()}
         measure.take_turns(benchmark, calls, device, turns=max(training.turns // 2, 3), iterations=training.steps)
+        for step in steps.values():
+            step.close()
     else:  # two of them do not fit beside each other
         times = {}
         for way in ways:
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             step = make[way]()
             times[way] = [measure.seconds_each(functools.partial(step, batch), device, 2) for _ in range(4)][1:]
-            memory[way]["whole peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+            memory[way]["whole peak GB"] = (torch.cuda.max_memory_allocated() - before) / 1e9
             step.close()
             del step
         benchmark.pedantic(int)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -240,7 +239,7 @@ def main(argv: Sequence[str]) -> int:
         be_deterministic()
     compiled = device.type == "cuda" and not args.eager
     setup = Setup(TINY if args.tiny else FULL, args.sequences, args.replicas, args.steps, args.seed, device, compiled)
-    record = Record(args.out, shlex.join(["python", "-m", "bench.gpt2", *argv]), device)
+    record = Record(args.out, records.command_line("bench.gpt2", argv, without=("--out", "--data")), device)
     return {"time": measure, "resume": resume, "run": run}[args.command](args, setup, record)
 
 

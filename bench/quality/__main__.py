@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 import hdet_kernels as hk
+from bench.records import command_line
 
 from . import designs, held_out, observations
 from .data import FOLDER, SOURCES, fetch, missing
@@ -218,12 +218,7 @@ def _kept(before: Report, size: Size) -> list[Record]:
 
 
 def _command(arguments: list[str]) -> str:
-    """Return the command line without the paths of input and output."""
-    for option in ("--out", "--after", "--constants"):
-        if option in arguments:
-            at = arguments.index(option)
-            arguments = arguments[:at] + arguments[at + 2 :]
-    return shlex.join(["python", "-m", "bench.quality", *arguments])
+    return command_line("bench.quality", arguments, without=("--out", "--after", "--constants"))
 
 
 def _machine(device: str) -> str:

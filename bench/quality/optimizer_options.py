@@ -17,7 +17,6 @@ import itertools
 import json
 import multiprocessing
 import platform
-import shlex
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +30,7 @@ from bench.quality.peers import OPTIMIZERS
 from bench.quality.results import Spec
 from bench.quality.tasks import TASKS, Task
 from bench.quality.train import batches_of, param_groups, schedule_of, validation_loss
-from bench.records import provenance
+from bench.records import command_line, provenance
 from hdet_kernels.optim import InBackward
 
 #: Options of the optimizer by what is compared, and by name. The first are the reference.
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a JSON file")
     arguments = parser.parse_args()
     record: dict[str, Any] = {
-        **provenance(shlex.join(["python", "-m", "bench.quality.optimizer_options", *sys.argv[1:]])),
+        **provenance(command_line("bench.quality.optimizer_options", sys.argv[1:])),
         "machine": platform.machine(),
         "tasks": compared(arguments),
     }

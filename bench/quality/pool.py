@@ -67,6 +67,9 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
                 raise RuntimeError(f"all worker processes died; {missing} of {len(jobs)} runs are missing") from None
             print(f"{missing} of {len(jobs)} runs were left out: the time is over", file=sys.stderr)
             break
+        except KeyboardInterrupt:
+            print(f"{len(jobs) - len(records)} of {len(jobs)} runs were left out: interrupted", file=sys.stderr)
+            return records
         if "error" in records[-1]:
             print(f"{records[-1]['task']}, {records[-1]['kind']}: {records[-1]['error']}", file=sys.stderr)
         _show(len(records), len(jobs), time.monotonic() - start)
