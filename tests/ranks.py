@@ -122,6 +122,27 @@ def environment_of_torchrun(rank: int) -> Iterator[Callable[[], None]]:
     dist.barrier()  # rank 0 holds the stores
 
 
+class Group:
+    """The default process group of the ranks of a test, which can be ended and begun again."""
+
+    def __init__(self, rank: int, folder: str | os.PathLike[str]) -> None:
+        self.rank, self.folder, self.count = rank, folder, 0
+
+    def begin(self) -> None:
+        import torch.distributed as dist
+
+        self.count += 1
+        store = f"file://{os.path.join(self.folder, f'store{self.count}')}"
+        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT)
+        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=2, timeout=timeout)
+
+    def end(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 Arguments = Mapping[Any, tuple[Any, ...]] | Sequence[tuple[Any, ...]]
 
 

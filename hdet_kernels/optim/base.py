@@ -35,7 +35,7 @@ from hdet_kernels.optim.group_entries import (
     replica_groups,
     shares_moments,
 )
-from hdet_kernels.optim.in_backward import BackwardSteps
+from hdet_kernels.optim.in_backward import BackwardSteps, take_over
 from hdet_kernels.optim.loading import complete_groups, fit_state, loaded_through, prepare_state_dict, unwrap_tensors
 from hdet_kernels.optim.options import (
     Options,
@@ -514,8 +514,8 @@ class FusedOptimizer(Optimizer):
         else:
             self._watchers = OrderedDict()
             self._build()
-        if norms and norms[0] is not None:
-            self._previous_norm = norms[0].to(self.buckets.flats[0].device, copy=True)
+        norm = norms[0] if norms else None
+        self._previous_norm = None if norm is None else norm.to(self.buckets.flats[0].device, copy=True)
 
     def _check_params(self, group: Group) -> None:
         for index, param in enumerate(group["params"]):
@@ -555,6 +555,7 @@ class FusedOptimizer(Optimizer):
     def _step_in_backward(self) -> None:
         if self._early is not None:
             self._early.remove()
+        take_over(self.buckets.params)
         if (settings := self.options.early) is not None:
             self._early = BackwardSteps(self, self._flat_groups, settings)
 

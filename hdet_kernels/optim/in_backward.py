@@ -90,8 +90,9 @@ class BackwardSteps:
         self._expected = [sum(param.requires_grad for param in self._params[members]) for members in self._members]
         self._waiting_for = list(self._expected)
         self._ready: list[int] = []
-        #: Whether this step is taken by ``step()`` alone.
-        self._holds = self._changes_are_possible()
+        # Whether this step is taken by ``step()`` alone; None until the first gradient comes, because a process group
+        # and DDP may come after the optimizer was built.
+        self._holds: bool | None = None
         # Parameters whose hooks have only noted that a gradient came; while every hook looks, the order in this step
         # and in the one before; how many complete parts have no hook after them that looks.
         self._noted: list[Tensor] = []
@@ -108,6 +109,7 @@ class BackwardSteps:
         else:
             self._handles.append(hook_of(settings.model).listen(partial(_arrive_bucket, weakref.ref(self))))
         weakref.finalize(optimizer, _remove, self._handles).atexit = False
+        _ALL.add(self)
 
     def _watch(self, looking: Collection[int]) -> None:
         """Let the hooks of some parameters look for complete parts, and those of the others note their gradients."""
@@ -122,9 +124,14 @@ class BackwardSteps:
         ]
 
     def remove(self) -> None:
-        """Remove all hooks: another has taken the place of this one."""
+        """Remove all hooks: another has taken the place of this one. ``step()`` does everything from then on."""
         self._removed = True
         _remove(self._handles)
+
+    def _step_is_held(self) -> bool:
+        if self._holds is None:
+            self._holds = self._changes_are_possible()
+        return self._holds
 
     def _changes_are_possible(self) -> bool:
         """Return whether something unnoticed may change gradients before ``step()``.
@@ -160,7 +167,7 @@ class BackwardSteps:
                 self._order.append(index)
             if self._noted:
                 self._count_noted(optimizer)
-            if self._ready and not self._holds:
+            if self._ready and not self._step_is_held():
                 self._step_ready(optimizer, param.device)
             self._count([index], optimizer)
             if self._seen is not None:
@@ -174,7 +181,7 @@ class BackwardSteps:
 
     def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Note averaged gradients of DDP, and step the parts that are complete."""
-        if self._is_accumulating(optimizer) or self._holds:
+        if self._is_accumulating(optimizer) or self._step_is_held():
             return
         assert self.settings.model is not None
         if self.settings.model.find_unused_parameters:
@@ -203,7 +210,8 @@ class BackwardSteps:
                     "a second backward pass before optimizer.step() reached a parameter of shape "
                     f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before "
                     "the last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or "
-                    "build the optimizer without in_backward"
+                    "build the optimizer without in_backward. If one of another package has taken its place, delete it "
+                    "and call gc.collect()"
                 )
             states[index] = ARRIVED
             if clips is not None:
@@ -317,6 +325,20 @@ class BackwardSteps:
             self._order = None
         else:
             self._order, self._order_before = [], self._order
+
+
+_ALL: weakref.WeakSet[BackwardSteps] = weakref.WeakSet()
+
+
+def take_over(params: Iterable[Tensor]) -> None:
+    """Let optimizers that were built before on any of these parameters step them in ``step()`` alone.
+
+    Such an optimizer may be out of use and not yet garbage-collected, and its hooks would go on stepping.
+    """
+    taken = set(map(id, params))
+    for steps in list(_ALL):
+        if not taken.isdisjoint(steps._index):
+            steps.remove()
 
 
 def _trace(gradient: Tensor) -> tuple[int, int]:

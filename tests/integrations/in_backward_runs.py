@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +24,9 @@ from tests.integrations.accelerate_runs import make_accelerator
 from tests.integrations.lightning_runs import World, flat
 
 STEPS, MICRO, WIDTH, PART = 6, 2, 24, 3_000
+
+#: The steps between two syncs, and the sync after which runs are saved and resumed.
+EVERY, SAVED = 2, 2
 
 #: The most parameters that a backward pass of the run has stepped.
 stepped = [0]
@@ -55,75 +58,101 @@ def rows(rank: int) -> Tensor:
     return torch.randn(STEPS * MICRO * 4, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def early(on: bool, **options: Any) -> Any:
-    return hk.InBackward(chunk_bytes=PART, **options) if on else False
+def optimizer_of(model: nn.Module, on: bool, clip: float | None = None) -> Any:
+    early = on and hk.InBackward("previous" if clip else None, None, PART)
+    return hk.FusedAdamW(model.parameters(), lr=0.01, max_grad_norm=clip, in_backward=early)
 
 
 class Module(LightningModule):
-    def __init__(self, on: bool) -> None:
+    def __init__(self, on: bool, clip: float | None = None) -> None:
         super().__init__()
-        self.net, self.on = Net(), on
+        self.net, self.on, self.clip = Net(), on, clip
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0])["loss"]  # type: ignore[no-any-return]
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
     def configure_optimizers(self) -> Any:
-        optimizer = hk.FusedAdamW(self.parameters(), lr=0.01, in_backward=early(self.on))
-        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, STEPS, sync_every=2, model=self.trainer.model)
+        optimizer = optimizer_of(self, self.on, self.clip)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, STEPS, sync_every=EVERY, model=self.trainer.model)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def with_lightning(rank: int, on: bool, **options: Any) -> Tensor:
+def lightning_trainer(**options: Any) -> Trainer:
     several = {"plugins": [World()], "devices": 2, "strategy": DDPStrategy(process_group_backend="gloo")}
-    trainer = Trainer(
+    given = {"callbacks": [HDET()], "enable_checkpointing": False, **options}
+    return Trainer(
         max_steps=STEPS,
         accelerator="cpu",
         accumulate_grad_batches=MICRO,
-        callbacks=[HDET()],
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **{**(several if dist.get_world_size() > 1 else {"devices": 1}), **options},
+        **{**(several if dist.get_world_size() > 1 else {"devices": 1}), **given},
     )
-    module = Module(on)
+
+
+def with_lightning(rank: int, on: bool, **options: Any) -> Tensor:
+    trainer, module = lightning_trainer(**options), Module(on)
     trainer.fit(module, DataLoader(TensorDataset(rows(rank)), batch_size=4))
     return flat(module)
 
 
+class AccelerateRun:
+    """The objects that a user prepares, and the loop over them."""
+
+    def __init__(self, rank: int, on: bool, clip: float | None = None) -> None:
+        self.accelerator = make_accelerator(rank, gradient_accumulation_steps=MICRO)
+        set_seed(0)
+        self.model: Any = Net()
+        self.optimizer: Any = optimizer_of(self.model, on, clip)
+        self.scheduler: Any = hk.HDETOneCycleLR(self.optimizer, 0.01, STEPS, sync_every=EVERY)
+        objects = self.model, self.optimizer, self.scheduler
+        self.model, self.optimizer, self.scheduler = prepare(self.accelerator, *objects)
+        self.batches = rows(rank).split(4)
+
+    def train(self, first: int, end: int) -> None:
+        """Take the steps from ``first`` on, to before ``end``."""
+        for batch in self.batches[first * MICRO : end * MICRO]:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(batch)["loss"]
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.scheduler.step(loss)
+                self.optimizer.zero_grad()
+
+    def end(self) -> Tensor:
+        self.scheduler.end()
+        return flat(self.accelerator.unwrap_model(self.model))
+
+
 def with_accelerate(rank: int, on: bool, **options: Any) -> Tensor:
-    accelerator = make_accelerator(rank, gradient_accumulation_steps=MICRO)
-    set_seed(0)
-    model: Any = Net()
-    optimizer: Any = hk.FusedAdamW(model.parameters(), lr=0.01, in_backward=early(on))
-    scheduler: Any = hk.HDETOneCycleLR(optimizer, 0.01, STEPS, sync_every=2)
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
-    for batch in rows(rank).split(4):
-        with accelerator.accumulate(model):
-            loss = model(batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step(loss)
-            optimizer.zero_grad()
-    scheduler.end()
-    return flat(accelerator.unwrap_model(model))
+    run = AccelerateRun(rank, on)
+    run.train(0, STEPS)
+    return run.end()
+
+
+def transformers_trainer(folder: str, on: bool, clip: float | None = None, **options: Any) -> HDETTrainer:
+    model = Net()
+    given = {"max_grad_norm": 0, "gradient_accumulation_steps": MICRO, "max_steps": STEPS, **options}
+    given["ddp_find_unused_parameters"] = False  # transformers' default is True, with which step() does everything
+    return HDETTrainer(
+        model,
+        tiny.arguments(folder, **given),
+        train_dataset=[{"inputs": row} for row in rows(0)],
+        optimizers=(optimizer_of(model, on, clip), None),
+        hdet={"sync_every": EVERY},
+    )
 
 
 def with_transformers(rank: int, on: bool, **options: Any) -> Tensor:
-    model = Net()
-    optimizer = hk.FusedAdamW(model.parameters(), lr=0.01, in_backward=early(on))
-    with tempfile.TemporaryDirectory() as folder:
-        given = {"max_grad_norm": 0, "gradient_accumulation_steps": MICRO, "max_steps": STEPS, **options}
-        trainer = HDETTrainer(
-            model,
-            tiny.arguments(folder, **given),
-            train_dataset=[{"inputs": row} for row in rows(0)],
-            optimizers=(optimizer, None),
-            hdet={"sync_every": 2},
-        )
+    with tiny.shared_folder(rank) as folder:
+        trainer = transformers_trainer(folder, on, **options)
         trainer.train()
-    return flat(model)
+    return flat(trainer.model)
 
 
 RUNS = {"lightning": with_lightning, "accelerate": with_accelerate, "transformers": with_transformers}
@@ -147,3 +176,63 @@ def both(rank: int, trainer: str, folder: Path) -> tuple[bool, int, str]:
         except ValueError as error:
             message = str(error)
     return same, stepped[0], message
+
+
+# Runs that are saved in their middle by the trainer's own saver, and resumed
+
+#: Every step but the first is clipped by the norm of the step before, so the checkpoint has to have it.
+CLIP = 0.1
+
+
+def resumed_by_lightning(rank: int, folder: Path) -> list[Tensor]:
+    """Lightning resumes with the first batch of an epoch, so an epoch ends where the run is saved. It validates:
+    from a checkpoint of an epoch without, Lightning 2.6 resumes with one batch of that epoch too many, whatever trains.
+    """
+    epoch, found = TensorDataset(rows(rank)[: SAVED * MICRO * 4]), []
+    for path in (None, folder / "epoch=0.ckpt"):
+        keep = [] if path else [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
+        trainer = lightning_trainer(callbacks=[HDET(), *keep], enable_checkpointing=not path)
+        module, loader = Module(True, CLIP), DataLoader(epoch, batch_size=4)
+        watch()
+        trainer.fit(module, loader, loader, ckpt_path=path, weights_only=True)
+        found.append(flat(module))
+    return found
+
+
+def resumed_by_accelerate(rank: int, folder: Path) -> list[Tensor]:
+    whole = AccelerateRun(rank, True, CLIP)
+    whole.train(0, SAVED)
+    whole.accelerator.save_state(str(folder))
+    whole.train(SAVED, STEPS)
+    found = [whole.end()]
+    again = AccelerateRun(rank, True, CLIP)
+    again.accelerator.load_state(str(folder))
+    watch()
+    again.train(SAVED, STEPS)
+    return [*found, again.end()]
+
+
+def resumed_by_transformers(rank: int, folder: Path) -> list[Tensor]:
+    found = []
+    with tiny.shared_folder(rank):
+        for path in (None, folder / f"checkpoint-{SAVED}"):
+            saves = {"save_strategy": "no" if path else "steps", "save_steps": SAVED}
+            trainer = transformers_trainer(str(folder), True, CLIP, **saves)
+            watch()
+            trainer.train(resume_from_checkpoint=path and str(path))
+            found.append(flat(trainer.model))
+    return found
+
+
+RESUMED = {
+    "lightning": resumed_by_lightning,
+    "accelerate": resumed_by_accelerate,
+    "transformers": resumed_by_transformers,
+}
+
+
+def resumed(rank: int, trainer: str, folder: Path) -> tuple[bool, int, list[str]]:
+    """Return whether a resumed run ends as the uninterrupted one, how many parameters were stepped early in it, and
+    the files of its checkpoint."""
+    whole, again = RESUMED[trainer](rank, folder)
+    return torch.equal(whole, again), stepped[0], [path.name for path in folder.rglob("*")]

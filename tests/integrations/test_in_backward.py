@@ -40,3 +40,18 @@ def test_two_processes_accumulate_and_average(trainer: str) -> None:
 def test_one_process_accumulates(trainer: str) -> None:
     """Without DDP's ``no_sync``, only the trainer knows which micro-batch is the last."""
     check(trainer, 1)
+
+
+def resumed_in_rank(rank: int, trainer: str, folder: Path) -> Any:
+    from tests.integrations import in_backward_runs
+
+    return in_backward_runs.resumed(rank, trainer, folder)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_run_that_its_trainer_saved_and_resumed_ends_as_the_uninterrupted_run(trainer: str, tmp_path: Path) -> None:
+    """Also the norm of the step before, by which gradients are clipped, is in the checkpoint."""
+    for same, stepped, files in run_ranks(2, resumed_in_rank, trainer, tmp_path, imported=FRAMEWORKS):
+        assert same
+        assert stepped > 5, "parameters are stepped in the backward pass"
+        assert trainer == "lightning" or "model.safetensors" in files

@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def assert_same(plain: nn.Module, early: nn.Module, one: FusedOptimizer, other: 
     assert states[0].keys() == states[1].keys()
     for key, entries in states[0].items():
         assert entries.keys() == states[1][key].keys()
-        assert_equal(entries.values(), states[1][key].values())
+        assert_equal(entries.values(), [states[1][key][name] for name in entries])  # loaded in another order
 
 
 COMBINATIONS = [f"{name}/{precision}" for name in OPTIMIZERS for precision in PRECISIONS]
@@ -313,18 +314,68 @@ def test_a_second_backward_pass_raises_and_says_what_to_write() -> None:
     assert_equal(before, net.parameters())
 
 
-def test_training_goes_on_exactly_from_a_checkpoint_in_mid_run() -> None:
-    options: dict[str, Any] = {"lr": 0.01, "max_grad_norm": 0.5, "in_backward": InBackward("previous", None, SMALL)}
-    whole, first, second = make_net(), make_net(), make_net()
-    optimizer = FusedAdamW(whole.parameters(), **options)
+def by_torch(model: nn.Module, other: nn.Module, file: Path) -> None:
+    other.load_state_dict(saved_and_loaded(model.state_dict()))
+
+
+def by_save_model(model: nn.Module, other: nn.Module, file: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(model, str(file))
+    assert safetensors.load_model(other, str(file)) == (set(), [])
+
+
+def by_save_file(model: nn.Module, other: nn.Module, file: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}, file)
+    missing, unknown = other.load_state_dict(safetensors.load_file(file), strict=False)
+    assert (missing, unknown) == (["head.weight"], []), "which is tied to the embedding"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master", "bf16-split", "bf16-int8"])
+@pytest.mark.parametrize("move", [by_torch, by_save_model, by_save_file])
+def test_training_goes_on_exactly_from_a_checkpoint_in_mid_run(
+    move: Callable[[nn.Module, nn.Module, Path], None], precision: str, tmp_path: Path
+) -> None:
+    """The optimizer's state is saved by ``torch.save``, and its model by ``torch.save`` or safetensors."""
+    dtype, given = PRECISIONS[precision]
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "in_backward": InBackward("previous", None, SMALL), **given}
+    whole, first, second = make_net(dtype), make_net(dtype), make_net(dtype)
+    optimizer, part, resumed = (FusedAdamW(net.parameters(), lr=0.01, **options) for net in (whole, first, second))
     train(whole, optimizer, range(7))
-    part = FusedAdamW(first.parameters(), **options)
     train(first, part, range(4))
-    second.load_state_dict(saved_and_loaded(first.state_dict()))
-    resumed = FusedAdamW(second.parameters(), **options)
+    move(first, second, tmp_path / "model")
     resumed.load_state_dict(saved_and_loaded(part.state_dict()))
-    train(second, resumed, range(4, 7))
+    assert train(second, resumed, range(4, 7))[-1] > 3
     assert_same(whole, second, optimizer, resumed)
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_norm_to_clip_with() -> None:
+    net = make_net()
+    settings = InBackward("previous", None, SMALL)
+    optimizer = FusedSGD(net.parameters(), lr=0.1, max_grad_norm=0.1, in_backward=settings)
+    start = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    train(net, optimizer, range(3))
+    found = [param.detach().clone() for param in net.parameters()]
+    net.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    train(net, optimizer, range(3))
+    assert_equal(found, net.parameters())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_optimizer_that_is_built_later_takes_the_parameters_over(early: bool) -> None:
+    """The one before may be alive, and would step in the backward pass of its successor. Its own steps still work."""
+    plain, net, _, before = pair(FusedAdamW, lr=0.01)
+    train(net, before, range(2))
+    plain.load_state_dict(net.state_dict())
+    one, other = FusedSGD(plain.parameters(), lr=0.1), FusedSGD(net.parameters(), lr=0.1, in_backward=early and EARLY)
+    train(plain, one, range(2, 5))
+    assert (train(net, other, range(2, 5))[-1] > 3) is early
+    assert_same(plain, net, one, other)
+    if not early:
+        kept = [param.detach().clone() for param in net.parameters()]
+        assert train(net, before, [5]) == [0]
+        assert not any(map(torch.equal, kept[:3], list(net.parameters())[:3]))
 
 
 def test_checkpoints_are_those_of_other_optimizers() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet_kernels as hk
 from hdet_kernels.optim import InBackward
 from tests.optim.sharded_net import whole
-from tests.ranks import run_ranks
+from tests.ranks import Group, run_ranks
 
 #: Bytes of a part, and of a bucket of DDP.
 SMALL, BUCKET = 1500, 0.02
@@ -229,18 +231,24 @@ def _scheduled(rank: int, kind: str, max_lr: float | None, steps: int) -> Any:
         settings = InBackward(model=model, chunk_bytes=SMALL) if early else False
         optimizer = hk.FusedAdamW(module.parameters(), lr=0.01, in_backward=settings)
         scheduler = hk.HDETOneCycleLR(optimizer, max_lr, steps, sync_every=2, model=model)
-        stepped = 0
-        for step in range(steps):
-            inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
-            loss = (module(inputs) - inputs).square().mean()
-            loss.backward()
-            stepped += optimizer._early.stepped if early else 0
-            optimizer.step()
-            scheduler.step(loss)
-            optimizer.zero_grad()
-        history = [(record.step, record.losses, record.base, record.gradients) for record in scheduler.history]
-        runs.append(([whole(param) for param in module.parameters()], history, stepped))
+        runs.append(_run(rank, module, optimizer, scheduler, steps))
     return runs
+
+
+def _run(rank: int, module: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> tuple[list[Tensor], Any, int]:
+    """Return parameters and history after some steps, and how many parameters were stepped early in them."""
+    stepped = 0
+    for step in range(steps):
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+        inputs = inputs.to(next(module.parameters()).dtype)
+        loss = (module(inputs) - inputs).float().square().mean()
+        loss.backward()
+        stepped += optimizer._early.stepped if optimizer.steps_in_backward else 0
+        optimizer.step()
+        scheduler.step(loss)
+        optimizer.zero_grad()
+    history = [(record.step, record.losses, record.base, record.gradients) for record in scheduler.history]
+    return [param.detach().clone() for param in module.parameters()], history, stepped
 
 
 @pytest.mark.parametrize("kind", ["ddp", "replicas"])
@@ -261,3 +269,58 @@ def test_a_learning_rate_is_found_alike() -> None:
         assert repr(same) == repr(history)
         assert {"teams", "shared"} <= {record[-1] for record in same}
         assert stepped > 100 * LAYERS
+
+
+# A process group that comes after optimizer and scheduler
+
+#: Whether the replicas are in DDP, and whether the optimizer is told of it: by a trainer, because it was built before.
+LATE = {"replicas": (False, False), "told of DDP": (True, True), "not told of DDP": (True, False)}
+
+
+def _late_runs(rank: int, folder: Path) -> Any:
+    """Return by case what ``step()`` trains in a group that was there before, and ``in_backward`` in a late one."""
+    group, found = Group(rank, folder), {}
+    group.end()
+    for case, (ddp, told) in LATE.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            found[case, dtype] = [_late_run(group, ddp, told, dtype, late) for late in (False, True)]
+    return found
+
+
+def _late_run(group: Group, ddp: bool, told: bool, dtype: torch.dtype, late: bool) -> Any:
+    if not late:
+        group.begin()
+    module = network(dtype)
+    before = [param.detach().clone() for param in module.parameters()]
+    optimizer = hk.FusedAdamW(module.parameters(), lr=0.01, in_backward=late and InBackward(chunk_bytes=SMALL))
+    scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 12, sync_every=2)
+    if late:
+        group.begin()
+    model: nn.Module = DistributedDataParallel(module, bucket_cap_mb=BUCKET) if ddp else module
+    if told:
+        optimizer.follow_trainer(model=model)
+    try:
+        return _run(group.rank, model, optimizer, scheduler, 12)
+    except RuntimeError as error:
+        return str(error), all(map(torch.equal, before, module.parameters()))
+    finally:
+        # DDP lets go of the group first: see tests/schedule/test_late_ensemble.py.
+        del model, optimizer, scheduler
+        gc.collect()
+        group.end()
+
+
+def test_a_process_group_that_comes_after_optimizer_and_scheduler(tmp_path: Path) -> None:
+    """It is taken as by ``step()``; DDP that nobody told the optimizer of raises, before anything is modified."""
+    for found in run_ranks(2, _late_runs, tmp_path):
+        for (case, dtype), (plain, early) in found.items():
+            if case == "not told of DDP":
+                assert len(early) == 2, "it raises"
+                message, untouched = early
+                assert "for DistributedDataParallel in_backward=InBackward(model=model)" in message, dtype
+                assert untouched, dtype
+                continue
+            assert all(map(torch.equal, plain[0], early[0])), (case, dtype)
+            assert repr(plain[1]) == repr(early[1]), (case, dtype)
+            assert early[2] > 10 * LAYERS, (case, dtype)
+            assert {record[-1] for record in early[1][1:]} == {"shared" if case == "told of DDP" else "local"}

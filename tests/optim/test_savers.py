@@ -72,6 +72,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "split, int8": lambda: Net().to(torch.bfloat16),
     "rounded, int8": lambda: Net().to(torch.bfloat16),
     "muon, split": lambda: Net().to(torch.bfloat16),
+    "in the backward pass": lambda: Net().to(torch.bfloat16),
 }
 
 #: Of the kinds of models, those that are not trained by ``FusedAdamW`` with its defaults.
@@ -80,6 +81,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "split, int8": partial(hk.FusedAdamW, master_weights="split", state_dtype="int8"),
     "rounded, int8": partial(hk.FusedAdamW, stochastic_rounding=True, state_dtype="int8"),
     "muon, split": partial(hk.FusedMuon, normuon=True, master_weights="split"),
+    "in the backward pass": partial(hk.FusedAdamW, max_grad_norm=0.1, in_backward=hk.InBackward("previous", None, 30)),
 }
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -224,13 +226,14 @@ SAVERS = (
 
 #: What saves the state of an optimizer in a way of its own, and in less than seconds.
 QUICK = (torch_state, safetensors_state, distributed)
+OF_QUICK = ("split, int8", "in the backward pass")
 
 
 def slow(saver: Callable[..., bool], kind: str) -> bool:
     """Whether a case is left to ``make test-full``: one saver takes all kinds of models, and one kind all savers."""
     if saver is lightning:  # which takes seconds to import
         return True
-    return not (saver in (torch_state, pretrained) or kind == "tied" or (kind == "split, int8" and saver in QUICK))
+    return not (saver in (torch_state, pretrained) or kind == "tied" or (kind in OF_QUICK and saver in QUICK))
 
 
 def cases() -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
@@ -19,7 +17,7 @@ from torch.optim import lr_scheduler
 import hdet_kernels as hk
 from hdet_kernels.ensemble import SingleReplica
 from hdet_kernels.schedule.guards import LateEnsemble
-from tests.ranks import GROUP_TIMEOUT, run_ranks
+from tests.ranks import Group, run_ranks
 from tests.schedule.cases import Place, adam, advance
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS
 from tests.training import batch, loss_of, network, same
@@ -51,23 +49,6 @@ def published(optimizer: Any, model: Any = None) -> Any:
 
 def scouting(optimizer: Any, model: Any = None) -> Any:
     return hk.HDETOneCycleLR(optimizer, None, STEPS, sync_every=4, scout=QUICK, model=model)
-
-
-class Group:
-    """The default process group of the ranks of a test, which can be ended and begun again."""
-
-    def __init__(self, rank: int, folder: Path) -> None:
-        self.rank, self.folder, self.count = rank, folder, 0
-
-    def begin(self) -> None:
-        self.count += 1
-        store = f"file://{self.folder / f'store{self.count}'}"
-        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT)
-        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=2, timeout=timeout)
-
-    def end(self) -> None:
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _trained(
