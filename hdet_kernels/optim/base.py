@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.ops.step import NO_SCALARS
 from hdet_kernels.optim.coded_state import scale_name
-from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part, flat_groups_of, joint_norm, norms_of
+from hdet_kernels.optim.flat_group import GRAD, FlatGroup, GradientOf, Part, flat_groups_of, joint_norm, norms_of
 from hdet_kernels.optim.group_entries import (
     IMPLEMENTATION_OPTIONS,
     PER_REPLICA,
@@ -61,7 +61,6 @@ Look = Callable[[Pairs], None]
 #: The name in the first saved group of the norm of the last gradients, by which ``clip="previous"`` clips the next.
 PREVIOUS_NORM = "previous_grad_norm"
 
-_gradient_of = attrgetter("grad")  # takes less time than a function that reads it
 
 log = logging.getLogger("hdet_kernels")
 
@@ -197,7 +196,7 @@ class FusedOptimizer(Optimizer):
             self._early.count_noted(self)
         self.begin_step()
         if (early := self._early) is None:
-            self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], _gradient_of)
+            self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], GRAD)
             return loss
         early.check_untouched()
         self.step_parts(early.parts_left(), early.gradient_left)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from hdet_kernels.tensors import Slot
 
 #: Returns the gradient of a parameter that is to be stepped, or None.
 GradientOf = Callable[[Tensor], Tensor | None]
+
+#: Returns ``grad``, in less time than a function that reads it.
+GRAD: GradientOf = attrgetter("grad")
 
 
 @dataclass(eq=False)

@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -37,14 +36,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.ddp_hook import hook_of
-from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
+from hdet_kernels.optim.flat_group import GRAD, FlatGroup, GradientOf, Part
 from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
 from hdet_kernels.tensors import checksum
 from hdet_kernels.torch_internals import times_written
 
 WAITING, ARRIVED, STEPPED = range(3)
-_GRAD: GradientOf = attrgetter("grad")
 
 
 class SteppingOptimizer(Protocol):
@@ -114,6 +112,8 @@ class BackwardSteps:
     def _watch(self, looking: Collection[int]) -> None:
         """Let the hooks of some parameters look for complete parts, and those of the others note their gradients."""
         own: weakref.ref[BackwardSteps] = weakref.ref(self)
+        if self._removed:
+            return
         _remove(self._handles)
         self._handles[:] = [
             param.register_post_accumulate_grad_hook(
@@ -240,7 +240,7 @@ class BackwardSteps:
         for part in ready:
             (flat, number), members = self._parts[part], self._members[part]
             all_came = not self._given and WAITING not in self._states[members]
-            optimizer.step_parts([(flat, flat.parts[number])], _GRAD if all_came else self._arrived_gradient)
+            optimizer.step_parts([(flat, flat.parts[number])], GRAD if all_came else self._arrived_gradient)
             if self.settings.model is None:
                 self._release(members)
             self._states[members] = [state and STEPPED for state in self._states[members]]
@@ -279,7 +279,7 @@ class BackwardSteps:
     def gradient_left(self) -> GradientOf:
         """Return a function that returns the gradient of a parameter that was not stepped in the backward pass."""
         # DDP writes its buckets into ``grad``, also of what was stepped.
-        return _GRAD if self.settings.model is None else self._gradient_left
+        return GRAD if self.settings.model is None else self._gradient_left
 
     def _gradient_left(self, param: Tensor) -> Tensor | None:
         return None if self._states[self._index[id(param)]] == STEPPED else param.grad
