@@ -195,7 +195,13 @@ class Options:
         return torch.float64 if dtype == torch.float64 else self._stored_dtype
 
     def without_effect(self, dtypes: Collection[torch.dtype]) -> str | None:
-        """Return a message if an option does nothing for parameters of ``dtypes``."""
+        """Return a message if an option does nothing for parameters of ``dtypes``, or under its DDP."""
+        if self.early is not None and self.early.model is not None and self.early.model.find_unused_parameters:
+            return (
+                "in_backward has no effect: the DistributedDataParallel has find_unused_parameters=True, so that it is "
+                "known only at the end of the backward pass which parameters are to be stepped. Set it to False (in "
+                "transformers ddp_find_unused_parameters=False), or leave in_backward out"
+            )
         rounds = self.stochastic_rounding and self.state_dtype != torch.bfloat16
         if torch.bfloat16 in dtypes or not (self.splits_masters or rounds):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -196,15 +197,20 @@ def test_a_second_backward_pass_under_ddp_says_what_to_write() -> None:
         assert "accumulate()" in message
 
 
-def _unused(rank: int) -> tuple[bool, list[int]]:
+def _unused(rank: int) -> tuple[bool, list[int], list[str]]:
     """DDP tells only at the end which parameters no process has used: ``step()`` takes all of them."""
-    return _both(rank, "ddp-unused", torch.bfloat16, "FusedAdamW", 1, {})
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hdet_kernels").addHandler(handler)
+    return *_both(rank, "ddp-unused", torch.bfloat16, "FusedAdamW", 1, {}), messages
 
 
-def test_with_unused_parameters_step_does_what_it_always_does() -> None:
-    for equal, stepped in run_ranks(2, _unused):
+def test_with_unused_parameters_step_does_what_it_always_does_and_says_so_once() -> None:
+    for equal, stepped, messages in run_ranks(2, _unused):
         assert equal
         assert stepped == [0, 0, 0, 0]
+        assert ["find_unused_parameters" in message for message in messages] == [True]
 
 
 def _second_hook(rank: int) -> str:
