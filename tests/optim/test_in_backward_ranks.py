@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import gc
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
