@@ -68,6 +68,7 @@ def text(reports: Sequence[Report]) -> str:
         groups=groups_table(found),
         goals=bars_table(found),
         sensitivity=sensitivity_table(found),
+        there=bool(found.sensitivity(PROBE)),
         designs=designs_table(designs.read()),
         trust=trust_table(found, zoo.records),
         search=search_table(zoo.records),
@@ -299,13 +300,19 @@ def groups_table(found: Excesses) -> str:
 
 
 def starts_table(found: Excesses) -> str:
-    """Return median, mean and worst excess over the tasks from each start, for plain training and both modes."""
+    """Return median, mean and worst excess over the tasks from each start, for plain training and the modes that ran.
+
+    *Worse* and *better* than plain training are those of the default, which reads training losses.
+    """
+    ways = [way for way in (PLAIN, *MODES) if any(found.summary(way, start) for start in EVERY_START)]
     rows = []
     for start in EVERY_START:
-        one = found.summary(PROBE, start)
+        cells = [_three(found, way, start) for way in ways]
+        one = found.summary(TRAINING, start)
         against = [f"{one.worse} of {one.compared}", one.better] if one and one.compared else [NOTHING, NOTHING]
-        rows.append([start_name(start), *(_three(found, way, start) for way in (PLAIN, *MODES)), *against])
-    return table(["start", PLAIN, *MODES, "worse", "better"], rows)
+        if set(cells) != {NOTHING}:
+            rows.append([start_name(start), *cells, *against])
+    return table(["start", *ways, "worse", "better"], rows)
 
 
 def _three(found: Excesses, way: str, start: Start) -> str:
@@ -328,13 +335,15 @@ def sensitivity_table(found: Excesses) -> str:
     for name, by_task in shown.items():
         values, best = list(by_task.values()), found.summary(name, 1.0)
         same = [ours[task] for task in by_task if task in ours]
-        cells = [percent(fmean(values)), percent(median(values)), percent(best.mean) if best else "same"]
-        rows.append([name, *cells, percent(fmean(same)) if same else NOTHING])
+        there = [percent(fmean(same)) if same else NOTHING] if ours else []
+        rows.append(
+            [name, percent(fmean(values)), percent(median(values)), percent(best.mean) if best else "same", *there]
+        )
     for name in found.ways:
         best = found.summary(name, 1.0)
         if best is not None and name not in shown:
-            rows.append([name, NOTHING, NOTHING, percent(best.mean), NOTHING])
-    return table(["", "mean", "median", "at the best", "HDET there"], rows)
+            rows.append([name, NOTHING, NOTHING, percent(best.mean), *([NOTHING] if ours else [])])
+    return table(["", "mean", "median", "at the best", *(["HDET there"] if ours else [])], rows)
 
 
 def designs_table(outcomes: Sequence[designs.Outcome]) -> str:
