@@ -8,43 +8,15 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
 from bench import records
-from bench.suites import HERE, SUITES, command
-
-
-@dataclass
-class Outcome:
-    """Result of one suite: measured cases, reasons of skipped and failed ones.
-
-    ``cut``: the suite ended before all cases had begun. ``interrupted``: it was ended by Ctrl-C.
-    """
-
-    name: str
-    seconds: float = 0.0
-    cut: bool = False
-    interrupted: bool = False
-    passed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def line(self) -> str:
-        """Summarise the counts in a few words."""
-        end = ", then stopped" if self.cut else ""
-        if self.failed:
-            return f"{len(self.failed)} failed, {self.passed} measured{end}"
-        if not self.passed and not self.cut:
-            return f"skipped: {'; '.join(self.skipped) or 'no case for this device'}"
-        return f"{self.passed} measured, {self.skipped.total()} skipped{end}"
+from bench.suites import HERE, SUITES, Outcome, command
 
 
 def read_ends(path: Path, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -463,11 +464,19 @@ STEPPED = {
     "hdet-in-backward": "ours, `in_backward`",
 }
 
+STEPPED_HOST = {
+    "torch-fused": "torch fused",
+    "hdet-cpp": "`step()`",
+    "hdet-in-backward": "`in_backward`",
+    "hdet-in-backward, 8 launches": "in 8 launches",
+}
+
 
 def in_backward_table() -> str:
     """Return the table of docs/usage/optimizers.md: peak bytes a parameter, and time over that of torch."""
     found = Records(RESULTS)
-    cases = dict.fromkeys((row["model"], row["precision"]) for row in found.rows("in_backward", device="cuda"))
+    steps = found.rows("in_backward", test="in_backward", device="cuda")
+    cases = dict.fromkeys((row["model"], row["precision"]) for row in steps)
     body = []
     for model, precision in cases:
         rows = {row["way"]: row for row in found.rows("in_backward", model=model, precision=precision)}
@@ -483,8 +492,12 @@ def in_backward_table() -> str:
 
 
 def optimizers_page(text: str) -> str:
-    """Return docs/usage/optimizers.md with the table of steps in the backward pass between its markers."""
-    return between(text, "in-backward", in_backward_table())
+    """Return docs/usage/optimizers.md with what steps in the backward pass take between its markers."""
+    host = Records(RESULTS).rows("in_backward", test="host_time", device="cpu")
+    times = ", ".join(f"{STEPPED_HOST.get(row['way'], row['way'])} {row['us']:.0f}" for row in host)
+    words = f"Host time beside the backward pass, of {host[0]['tensors']:.0f} small tensors on a CPU, in µs: {times}"
+    words += " (`cpu_in_backward.json`)."
+    return between(text, "in-backward", f"{in_backward_table()}\n\n{textwrap.fill(words, 120)}")
 
 
 def readme(text: str) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import peers, plots, records
-from bench.command import Outcome
 from bench.markdown import table
 from bench.records import Entry
-from bench.suites import SUITES
+from bench.suites import SUITES, Outcome
 from bench.tables import frame, render, suite_table
 
 

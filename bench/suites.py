@@ -1,8 +1,12 @@
-"""List the suites: every ``bench/test_<suite>.py`` with a description. ``bench/README.md`` has the same table."""
+"""List the suites: every ``bench/test_<suite>.py`` with a description, and what became of one in a run.
+
+``bench/README.md`` has the same table.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -14,6 +18,32 @@ class Suite:
 
     what: str
     by_device: bool = True
+
+
+@dataclass
+class Outcome:
+    """Result of one suite: measured cases, reasons of skipped and failed ones.
+
+    ``cut``: the suite ended before all cases had begun. ``interrupted``: it was ended by Ctrl-C.
+    """
+
+    name: str
+    seconds: float = 0.0
+    cut: bool = False
+    interrupted: bool = False
+    passed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        """Summarise the counts in a few words."""
+        end = ", then stopped" if self.cut else ""
+        if self.failed:
+            return f"{len(self.failed)} failed, {self.passed} measured{end}"
+        if not self.passed and not self.cut:
+            return f"skipped: {'; '.join(self.skipped) or 'no case for this device'}"
+        return f"{self.passed} measured, {self.skipped.total()} skipped{end}"
 
 
 SUITES: dict[str, Suite] = {

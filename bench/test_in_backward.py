@@ -10,6 +10,9 @@ pass.
 
 Bytes a parameter are those of parameters, gradients and state: the allocator's peak from the first step on, with one
 short example, whose activations take little; and what is held after a step.
+
+Host time is that of many small tensors until ``backward()``, ``step()`` and ``zero_grad()`` have returned, on an idle
+device, over that of the backward pass alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import copy_bandwidth, implementations, measure, memory_tracker, peers
 from bench.training_steps import OURS, TRAININGS, Training
-from hdet_kernels.optim import FusedAdamW
+from hdet_kernels.optim import FusedAdamW, InBackward
 
 BF16 = torch.bfloat16
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -41,6 +46,8 @@ RELEASE = "flashoptim-release"
 PEERS = {"bitsandbytes-8bit": "bitsandbytes-8bit", RELEASE: "flashoptim-8bit"}
 #: Tokens, or examples, with which memory is measured.
 SHORT = 32
+#: Tensors, their elements, and launches of one way, with which host time is measured.
+TENSORS, ELEMENTS, LAUNCHES = 148, 64, 8
 
 
 class TorchHooks:
@@ -192,3 +199,56 @@ def test_in_backward(benchmark: Any, device: str, model: str, precision: str) ->
     for way, found in memory.items():
         benchmark.extra_info["ways"][way] |= found
         print(f"{way}: peak {found['peak']:.2f}, held {found['held']:.2f} bytes a parameter")
+
+
+class Small:
+    """Backward pass and step of many small tensors; without a way, the backward pass alone."""
+
+    def __init__(self, way: str | None, device: str, chunk_bytes: int | None = None) -> None:
+        self.params = [nn.Parameter(torch.randn(ELEMENTS, device=device)) for _ in range(TENSORS)]
+        self.optimizer: Any = None
+        if way == EARLY:
+            chunks: Any = True if chunk_bytes is None else InBackward(chunk_bytes=chunk_bytes)
+            backend = OURS[device].removeprefix("hdet-")
+            self.optimizer = FusedAdamW(self.params, lr=1e-3, backend=backend, in_backward=chunks)
+        elif way is not None:
+            self.optimizer = implementations.optimizer(way, "adamw", self.params)
+
+    def seconds(self, device: str) -> float:
+        """Return the host time of a step."""
+        loss = torch.cat(self.params).sum()
+        measure.synchronize(device)
+        start = time.perf_counter()
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        end = time.perf_counter()
+        for param in self.params if self.optimizer is None else ():
+            param.grad = None
+        return end - start
+
+
+@pytest.mark.parametrize(
+    "device",
+    [implementations.case(each, why_not=implementations.why_not(OURS[each], each)) for each in OURS],
+)
+def test_host_time(benchmark: Any, device: str) -> None:
+    alone = Small(None, device)
+    ways = {way: Small(way, device) for way in ("torch-fused", OURS[device], EARLY)}
+    ways[f"{EARLY}, {LAUNCHES} launches"] = Small(EARLY, device, ELEMENTS * 4 * -(-TENSORS // LAUNCHES))
+    times: dict[str, list[float]] = {way: [] for way in ways}
+
+    def turn() -> None:
+        bare = alone.seconds(device)
+        for way, step in ways.items():
+            times[way].append(step.seconds(device) - bare)
+
+    for _ in range(measure.rounds(5)):
+        turn()
+    for found in times.values():
+        found.clear()
+    benchmark.pedantic(turn, rounds=measure.rounds(300))
+    benchmark.extra_info["tensors"] = TENSORS
+    benchmark.extra_info["ways"] = {way: {"us": 1e6 * statistics.median(found)} for way, found in times.items()}
+    print(f"\n{benchmark.name}: {benchmark.extra_info['ways']}")
