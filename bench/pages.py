@@ -494,7 +494,7 @@ def in_backward_table() -> str:
 def optimizers_page(text: str) -> str:
     """Return docs/usage/optimizers.md with what steps in the backward pass take between its markers."""
     host = Records(RESULTS).rows("in_backward", test="host_time", device="cpu")
-    times = ", ".join(f"{STEPPED_HOST.get(row['way'], row['way'])} {row['us']:.0f}" for row in host)
+    times = ", ".join(f"{STEPPED_HOST.get(row['way'], row['way'])} {1e3 * row['ms']:.0f}" for row in host)
     words = f"Host time beside the backward pass, of {host[0]['tensors']:.0f} small tensors on a CPU, in µs: {times}"
     words += " (`cpu_in_backward.json`)."
     return between(text, "in-backward", f"{in_backward_table()}\n\n{textwrap.fill(words, 120)}")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -250,5 +249,5 @@ def test_host_time(benchmark: Any, device: str) -> None:
         found.clear()
     benchmark.pedantic(turn, rounds=measure.rounds(300))
     benchmark.extra_info["tensors"] = TENSORS
-    benchmark.extra_info["ways"] = {way: {"us": 1e6 * statistics.median(found)} for way, found in times.items()}
+    benchmark.extra_info["ways"] = {way: measure.summary(found) for way, found in times.items()}
     print(f"\n{benchmark.name}: {benchmark.extra_info['ways']}")
