@@ -5,8 +5,8 @@ with all of them is stepped in one launch, and its gradients are released, when 
 hook on its own has run. ``optimizer.step()`` steps what is left, and ends the step.
 
 At first every hook looks whether a part is complete. Once the gradients of two steps came in the same order, only the
-hooks look that come next after a part, and the others append to a list, which takes half the time. If the order changes
-later, parts wait for the next hook that looks, and in the next steps every hook looks again.
+first hook looks and those that come next after a part. The others append to a list, which takes half the time. If the
+order changes later, parts wait for the next hook that looks, and in the next steps every hook looks again.
 
 =================== ====================================================================================================
 a parameter is      because
@@ -167,6 +167,7 @@ class BackwardSteps:
                 self._order.append(index)
             if self._noted:
                 self._count_noted(optimizer)
+            self._check_waits(index)  # before a part is stepped, whose gradients may be those of two passes
             if self._ready and not self._step_is_held():
                 self._step_ready(optimizer, param.device)
             self._count([index], optimizer)
@@ -205,14 +206,7 @@ class BackwardSteps:
         states, waiting = self._states, self._waiting_for
         clips = optimizer.max_grad_norm if self.settings.clip == "tensor" else None
         for index in indices:
-            if states[index] != WAITING:
-                raise RuntimeError(
-                    "a second backward pass before optimizer.step() reached a parameter of shape "
-                    f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before "
-                    "the last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or "
-                    "build the optimizer without in_backward. If one of another package has taken its place, delete it "
-                    "and call gc.collect()"
-                )
+            self._check_waits(index)
             states[index] = ARRIVED
             if clips is not None:
                 self._clip(index, clips)
@@ -220,6 +214,16 @@ class BackwardSteps:
             waiting[part] -= 1
             if waiting[part] <= 0 and all(states[each] != WAITING for each in self._together[part]):
                 self._ready.append(part)
+
+    def _check_waits(self, index: int) -> None:
+        if self._states[index] != WAITING:
+            raise RuntimeError(
+                "a second backward pass before optimizer.step() reached a parameter of shape "
+                f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before the "
+                "last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or build the "
+                "optimizer without in_backward. If one of another package has taken its place, delete it and call "
+                "gc.collect()"
+            )
 
     def _clip(self, index: int, norm: float) -> None:
         if (grad := self._given.get(index)) is None:
@@ -321,7 +325,7 @@ class BackwardSteps:
             last = {self._part_of[index]: place for place, index in enumerate(self._order)}
             following = [place + 1 for place in last.values() if place + 1 < len(self._order)]
             self._without_hook = len(last) - len(following)
-            self._watch({self._order[place] for place in following})
+            self._watch({self._order[place] for place in (0, *following)})  # the first finds a second backward pass
             self._order = None
         else:
             self._order, self._order_before = [], self._order

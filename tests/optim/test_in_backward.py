@@ -303,10 +303,12 @@ def test_micro_batches_accumulate_and_the_last_one_steps() -> None:
     assert_same(plain, early, one, other)
 
 
-def test_a_second_backward_pass_raises_and_says_what_to_write() -> None:
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("settings", [EARLY, True], ids=["parts", "one part"])
+def test_a_second_backward_pass_raises_and_says_what_to_write(settings: InBackward | bool, steps: int) -> None:
     net = make_net()
-    optimizer = FusedAdamW(net.parameters(), in_backward=EARLY)
-    train(net, optimizer, range(2))
+    optimizer = FusedAdamW(net.parameters(), in_backward=settings)
+    train(net, optimizer, range(steps))
     loss_of(net, 2).backward()
     before = [param.detach().clone() for param in net.parameters()]
     with pytest.raises(RuntimeError, match=r"with optimizer\.accumulate\(\)"):
