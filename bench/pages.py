@@ -454,7 +454,7 @@ def _speeds(theirs: Row, ours: Row) -> list[str]:
     return [*(time_cell(row) for row in (theirs, ours)), _ratio(ours, theirs)]
 
 
-# The ways of in_backward, and their titles.
+# The ways of in_backward, and their titles in the table and in the line on host time.
 STEPPED = {
     "torch-fused": "torch fused",
     "torch-hooks": "torch fused, in hooks",
@@ -463,7 +463,6 @@ STEPPED = {
     "hdet-cuda": "ours, `step()`",
     "hdet-in-backward": "ours, `in_backward`",
 }
-
 STEPPED_HOST = {
     "torch-fused": "torch fused",
     "hdet-cpp": "`step()`",
@@ -472,32 +471,29 @@ STEPPED_HOST = {
 }
 
 
-def in_backward_table() -> str:
+def in_backward_table(found: Records) -> str:
     """Return the table of docs/usage/optimizers.md: peak bytes a parameter, and time over that of torch."""
-    found = Records(RESULTS)
     steps = found.rows("in_backward", test="in_backward", device="cuda")
     cases = dict.fromkeys((row["model"], row["precision"]) for row in steps)
     body = []
     for model, precision in cases:
         rows = {row["way"]: row for row in found.rows("in_backward", model=model, precision=precision)}
-        torch_ms = rows["torch-fused"]["ms"]
+        theirs, *ours = (rows.get(way) for way in STEPPED)
+        assert theirs is not None, f"no record of torch's fused AdamW with {model}"
         name = f"{model}, {'8 bits' if precision == 'bf16-int8' else 'fp32'}"
-        cells = [
-            (f"{rows[way]['peak']:.2f}, {rows[way]['ms'] / torch_ms:.2f}" if way in rows else NOTHING)
-            for way in STEPPED
-            if way != "torch-fused"
-        ]
-        body.append([name, f"{rows['torch-fused']['peak']:.2f}, {short(torch_ms)} ms", *cells])
+        cells = [f"{row['peak']:.2f}, {_ratio(row, theirs)}" if row else NOTHING for row in ours]
+        body.append([name, f"{theirs['peak']:.2f}, {short(theirs['ms'])} ms", *cells])
     return table([found.machine("in_backward", "cuda"), *STEPPED.values()], body)
 
 
 def optimizers_page(text: str) -> str:
     """Return docs/usage/optimizers.md with what steps in the backward pass take between its markers."""
-    host = Records(RESULTS).rows("in_backward", test="host_time", device="cpu")
+    found = Records(RESULTS)
+    host = found.rows("in_backward", test="host_time", device="cpu")
     times = ", ".join(f"{STEPPED_HOST.get(row['way'], row['way'])} {1e3 * row['ms']:.0f}" for row in host)
     words = f"Host time beside the backward pass, of {host[0]['tensors']:.0f} small tensors on a CPU, in µs: {times}"
     words += " (`cpu_in_backward.json`)."
-    return between(text, "in-backward", f"{in_backward_table()}\n\n{textwrap.fill(words, 120)}")
+    return between(text, "in-backward", f"{in_backward_table(found)}\n\n{textwrap.fill(words, 120)}")
 
 
 def readme(text: str) -> str:

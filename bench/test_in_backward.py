@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import copy_bandwidth, implementations, measure, memory_tracker, peers
 from bench.training_steps import OURS, TRAININGS, Training
-from hdet_kernels.optim import FusedAdamW, InBackward
+from hdet_kernels.optim import InBackward
 
 BF16 = torch.bfloat16
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -113,8 +113,7 @@ class Step:
                 self.close = release.remove
                 warnings.filterwarnings("ignore", message=".*enable_gradient_release.*")
             return theirs
-        backend = OURS[self.device].removeprefix("hdet-")
-        return FusedAdamW(self.params, lr=1e-3, backend=backend, in_backward=way == EARLY, **options)
+        return implementations.optimizer(OURS[self.device], "adamw", self.params, in_backward=way == EARLY, **options)
 
     def __call__(self, batch: tuple[Tensor, ...]) -> None:
         with torch.autocast(self.device, dtype=BF16):
@@ -202,17 +201,11 @@ def test_in_backward(benchmark: Any, device: str, model: str, precision: str) ->
 
 
 class Small:
-    """Backward pass and step of many small tensors; without a way, the backward pass alone."""
+    """Backward pass and step of many small tensors; without an implementation, the backward pass alone."""
 
-    def __init__(self, way: str | None, device: str, chunk_bytes: int | None = None) -> None:
+    def __init__(self, way: str | None, device: str, **options: Any) -> None:
         self.params = [nn.Parameter(torch.randn(ELEMENTS, device=device)) for _ in range(TENSORS)]
-        self.optimizer: Any = None
-        if way == EARLY:
-            chunks: Any = True if chunk_bytes is None else InBackward(chunk_bytes=chunk_bytes)
-            backend = OURS[device].removeprefix("hdet-")
-            self.optimizer = FusedAdamW(self.params, lr=1e-3, backend=backend, in_backward=chunks)
-        elif way is not None:
-            self.optimizer = implementations.optimizer(way, "adamw", self.params)
+        self.optimizer = None if way is None else implementations.optimizer(way, "adamw", self.params, **options)
 
     def seconds(self, device: str) -> float:
         """Return the host time of a step."""
@@ -235,8 +228,13 @@ class Small:
 )
 def test_host_time(benchmark: Any, device: str) -> None:
     alone = Small(None, device)
-    ways = {way: Small(way, device) for way in ("torch-fused", OURS[device], EARLY)}
-    ways[f"{EARLY}, {LAUNCHES} launches"] = Small(EARLY, device, ELEMENTS * 4 * -(-TENSORS // LAUNCHES))
+    several = InBackward(chunk_bytes=ELEMENTS * 4 * -(-TENSORS // LAUNCHES))
+    ways = {
+        "torch-fused": Small("torch-fused", device),
+        OURS[device]: Small(OURS[device], device),
+        EARLY: Small(OURS[device], device, in_backward=True),
+        f"{EARLY}, {LAUNCHES} launches": Small(OURS[device], device, in_backward=several),
+    }
     times: dict[str | None, list[float]] = {way: [] for way in (None, *ways)}
 
     def turn() -> None:

@@ -148,12 +148,12 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     records = _kept(before, size)
 
-    def run_missing(jobs: list[Job]) -> int:
-        """Run the jobs that no record is of, and return how many were run."""
+    def run_missing(jobs: list[Job]) -> None:
+        """Run the jobs that no record is of."""
         left = arguments.seconds - (time.monotonic() - start)
-        made = run_jobs(replace(before, records=records).lacking(jobs), arguments.device, workers, seconds=left)
-        records.extend(made)
-        return len(made)
+        lacking = replace(before, records=records).lacking(jobs)
+        for record in run_jobs(lacking, arguments.device, workers, seconds=left):
+            records.append(record)
 
     def report() -> Report:
         return Report(

@@ -335,15 +335,15 @@ def sensitivity_table(found: Excesses) -> str:
     for name, by_task in shown.items():
         values, best = list(by_task.values()), found.summary(name, 1.0)
         same = [ours[task] for task in by_task if task in ours]
-        there = [percent(fmean(same)) if same else NOTHING] if ours else []
-        rows.append(
-            [name, percent(fmean(values)), percent(median(values)), percent(best.mean) if best else "same", *there]
-        )
+        cells = [percent(fmean(values)), percent(median(values)), percent(best.mean) if best else "same"]
+        rows.append([name, *cells, percent(fmean(same)) if same else NOTHING])
     for name in found.ways:
         best = found.summary(name, 1.0)
         if best is not None and name not in shown:
-            rows.append([name, NOTHING, NOTHING, percent(best.mean), *([NOTHING] if ours else [])])
-    return table(["", "mean", "median", "at the best", *(["HDET there"] if ours else [])], rows)
+            rows.append([name, NOTHING, NOTHING, percent(best.mean), NOTHING])
+    shown_columns = slice(5 if ours else 4)
+    header = ["", "mean", "median", "at the best", "HDET there"]
+    return table(header[shown_columns], [row[shown_columns] for row in rows])
 
 
 def designs_table(outcomes: Sequence[designs.Outcome]) -> str:

@@ -7,7 +7,7 @@ import queue
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ ATTEMPTS = 2
 MOST_ROWS = 64
 
 
-def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float = float("inf")) -> list[Record]:
-    """Run jobs and return their records, in no particular order.
+def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float = float("inf")) -> Iterator[Record]:
+    """Run jobs and yield their records as they end, in no particular order: an error or Ctrl-C loses none of them.
 
     Args:
         jobs: What to run.
@@ -37,7 +37,7 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
         seconds: Jobs that are not begun by then are left out, and their number is printed. Those that run are waited
             for: a process that ends in the middle of a kernel harms others that share the GPU with it.
 
-    Returns:
+    Yields:
         The records; that of a job that raised has an ``error``.
     """
     context = mp.get_context("spawn")
@@ -52,30 +52,28 @@ def run_jobs(jobs: Sequence[Job], device: str, workers: int, *, seconds: float =
     ]
     for process in processes:
         process.start()
-    start, records = time.monotonic(), list[Record]()
-    while len(records) < len(jobs):
+    start, count = time.monotonic(), 0
+    while count < len(jobs):
         left = start + seconds - time.monotonic()
         if left <= 0:
             _empty(waiting)
         try:
-            records += done.get(timeout=min(left, 5.0) if left > 0 else 5.0)
+            records: list[Record] = done.get(timeout=min(left, 5.0) if left > 0 else 5.0)
         except queue.Empty:
             if any(process.is_alive() for process in processes):
                 continue
-            missing = len(jobs) - len(records)
+            missing = len(jobs) - count
             if left > 0:
                 raise RuntimeError(f"all worker processes died; {missing} of {len(jobs)} runs are missing") from None
             print(f"{missing} of {len(jobs)} runs were left out: the time is over", file=sys.stderr)
             break
-        except KeyboardInterrupt:
-            print(f"{len(jobs) - len(records)} of {len(jobs)} runs were left out: interrupted", file=sys.stderr)
-            return records
+        yield from records
+        count += len(records)
         if "error" in records[-1]:
             print(f"{records[-1]['task']}, {records[-1]['kind']}: {records[-1]['error']}", file=sys.stderr)
-        _show(len(records), len(jobs), time.monotonic() - start)
+        _show(count, len(jobs), time.monotonic() - start)
     for process in processes:
         process.join()
-    return records
 
 
 def _empty(waiting: Any) -> None:

@@ -61,7 +61,6 @@ Look = Callable[[Pairs], None]
 #: The name in the first saved group of the norm of the last gradients, by which ``clip="previous"`` clips the next.
 PREVIOUS_NORM = "previous_grad_norm"
 
-
 log = logging.getLogger("hdet_kernels")
 
 
@@ -310,7 +309,7 @@ class FusedOptimizer(Optimizer):
         wrapper = next((module for module in found if isinstance(module, DistributedDataParallel)), None)
         if wrapper is not None and early.model is None:
             self.options = replace(self.options, in_backward=replace(early, model=wrapper))
-        self._step_in_backward()
+        self._step_in_backward()  # with hooks that all ask the trainer
 
     def watch_backward(self, begin: Callable[[], None], look: Look) -> RemovableHandle:
         """With ``in_backward``, call ``begin`` when a step begins, and ``look`` with gradients before they are used.

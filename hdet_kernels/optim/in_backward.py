@@ -111,9 +111,9 @@ class BackwardSteps:
 
     def _watch(self, looking: Collection[int]) -> None:
         """Let the hooks of some parameters look for complete parts, and those of the others note their gradients."""
-        own: weakref.ref[BackwardSteps] = weakref.ref(self)
         if self._removed:
             return
+        own: weakref.ref[BackwardSteps] = weakref.ref(self)
         _remove(self._handles)
         self._handles[:] = [
             param.register_post_accumulate_grad_hook(
