@@ -313,7 +313,9 @@ class Converger:
         if self._background is None:
             # Waits, this once: new process groups can only be made by replicas that agree to overlap.
             self._agree(self._transport, report, payload, request)
-            self._background = Transport(self.ensemble.twin(), self.bucket_bytes, self._transport.backend)
+            with self._transport.attendance.explained():
+                twin = self.ensemble.twin()
+            self._background = Transport(twin, self.bucket_bytes, self._transport.backend)
             self._stream = torch.cuda.Stream(payload.device) if payload.device.type == "cuda" else None
         transport, before, after = self._background, payload.copy(), payload.copy()
 

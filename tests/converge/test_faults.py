@@ -564,6 +564,26 @@ def test_a_rank_killed_before_an_overlapped_sync_is_an_error_at_its_start_or_lan
         assert result["step"] in (7, 9)
 
 
+def _killed_in_new_group(rank: int) -> dict[str, Any]:
+    replica = Replica(rank, "homed", timeout=TIMEOUT, **OVERLAPPED)
+    dist.barrier()
+    replica.train(3)
+    loss = replica.optimize()
+    if rank == 1:
+        dist.new_group = lambda *given, **options: end_process()
+    return attempts(replica, loss)
+
+
+def test_a_rank_killed_while_the_second_group_is_made_is_named() -> None:
+    """The first overlapped average makes a process group, before anything is averaged."""
+    results = run_ranks(3, _killed_in_new_group, expect_dead=1)
+    assert results[1] is None
+    for result in (results[0], results[2]):
+        check_refused(result)
+        assert re.search(r"\branks? 1\b", result["message"]), result["message"]
+        assert "a second process group" in result["message"]
+
+
 def _sick_overlapped(rank: int, kind: str, what: str) -> dict[str, Any]:
     """Rank 0 turns bad at step 4; the mean of the others reaches it at step 6."""
     replica = Replica(rank, kind, **OVERLAPPED)
