@@ -626,16 +626,15 @@ class RegressionController(SlopeController):
     def _comparison(self, run: Run, state: State, seen: Observation) -> tuple[bool, str] | None:
         """Return whether the trial that ends at this sync is better, and why in words; None if none ends.
 
-        Both are compared after the same number of steps, by the mean of their last two levels. A lower learning rate
-        that is in doubt itself is the better one, whatever its loss.
+        Both are compared after the same number of steps, by the mean of their last two levels.
         """
         course, trial = self._course_at(run, state, seen), state["trial"]
         if course is None or trial is None:
             return None
-        noise, doubtful = max(course.noise, trial["noise"]), course.doubtful(self.settings)
+        noise = max(course.noise, trial["noise"])
         better = trial["level"] - course.recent > self.settings.better_noise * noise
-        found = "in doubt too" if doubtful else "better" if better else "no better"
-        return doubtful or better, (
+        found = "better" if better else "no better"
+        return better, (
             f"the lower learning rate is {found} after {seen.step} steps (mean loss {course.recent:.4g}, where it was "
             f"{trial['level']:.4g}; noise {noise:.2g})"
         )

@@ -192,7 +192,7 @@ class FusedOptimizer(Optimizer):
             loss = self._run(closure)
         if self._early is not None:
             self._refuse_scaler()
-            self._early.count_noted(self)
+            self._early.count_rest(self)
         self.begin_step()
         if (early := self._early) is None:
             self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], GRAD)

@@ -4,14 +4,16 @@ With ``in_backward`` a flat buffer has several parts. A hook on each parameter n
 with all of them is stepped in one launch, and its gradients are released, when the next gradient comes: by then every
 hook on its own has run. ``optimizer.step()`` steps what is left, and ends the step.
 
-At first every hook looks whether a part is complete. Once the gradients of two steps came in the same order, only the
-first hook looks and those that come next after a part. The others append to a list, which takes half the time. If the
-order changes later, parts wait for the next hook that looks, and in the next steps every hook looks again.
+A hook costs host time. So once the gradients of two steps came in the same order, only the parameters that come next
+after a part keep theirs, and the first one of all, which finds a second backward pass. Such a hook looks whether all
+gradients of the part are there. If the order changes, parts wait for ``step()``, and in the next steps every parameter
+has a hook again. Where gradients are accumulated they have one always: there a gradient may be there and not complete.
 
 =================== ====================================================================================================
 a parameter is      because
 =================== ====================================================================================================
-waiting             its gradient has not come, or it came inside of :meth:`BackwardSteps.accumulate`
+waiting             its gradient has not come, no hook has told of it yet, or it came inside of
+                    :meth:`BackwardSteps.accumulate`
 arrived             its gradient is complete: autograd, FSDP2, or the all-reduce of DDP has called
 stepped             its part was stepped in this backward pass
 =================== ====================================================================================================
@@ -25,9 +27,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Protocol
 
 import torch
@@ -70,6 +72,7 @@ class BackwardSteps:
         self._optimizer = weakref.ref(optimizer)
         self.settings = settings
         self._accumulates = self._removed = False
+        self._has_accumulated = False
         self._lock = threading.Lock()  # gloo calls back from several threads, autograd from one for each device
         self.begun = False
         # Parts by number, because a flat buffer that is laid out anew has others in the same places.
@@ -91,12 +94,11 @@ class BackwardSteps:
         # Whether this step is taken by ``step()`` alone; None until the first gradient comes, because a process group
         # and DDP may come after the optimizer was built.
         self._holds: bool | None = None
-        # Parameters whose hooks have only noted that a gradient came; while every hook looks, the order in this step
-        # and in the one before; how many complete parts have no hook after them that looks.
-        self._noted: list[Tensor] = []
-        self._order: list[int] | None = []
+        # While every parameter has a hook, the order in this step and in the one before. After that, the parameters
+        # with hooks, and the parts that are complete before each.
+        self._order: list[int] = []
         self._order_before: list[int] = []
-        self._without_hook = 0
+        self._completed_before: dict[int, list[int]] = {}
         # Of the first step: gradients as they came, by what changes with them, and a checksum; and the one that came
         # last, on which hooks of the user may still run.
         self._seen: list[tuple[int, tuple[int, int], Tensor]] | None = []
@@ -109,18 +111,17 @@ class BackwardSteps:
         weakref.finalize(optimizer, _remove, self._handles).atexit = False
         _ALL.add(self)
 
-    def _watch(self, looking: Collection[int]) -> None:
-        """Let the hooks of some parameters look for complete parts, and those of the others note their gradients."""
+    def _watch(self, indices: Iterable[int]) -> None:
+        """Let these parameters have hooks, and no others."""
         if self._removed:
             return
         own: weakref.ref[BackwardSteps] = weakref.ref(self)
         _remove(self._handles)
         self._handles[:] = [
-            param.register_post_accumulate_grad_hook(
-                partial(_arrive, own, index) if index in looking else self._noted.append
-            )
-            for index, param in enumerate(self._params)
-            if param.requires_grad and not is_offloaded(param)  # FSDP may still be copying their gradients
+            self._params[index].register_post_accumulate_grad_hook(partial(_arrive, own, index))
+            for index in indices
+            # FSDP may still be copying gradients that it offloads.
+            if self._params[index].requires_grad and not is_offloaded(self._params[index])
         ]
 
     def remove(self) -> None:
@@ -148,12 +149,13 @@ class BackwardSteps:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Let backward passes in this block accumulate gradients, and step none."""
-        before, self._accumulates, noted = self._accumulates, True, len(self._noted)
+        if self._completed_before:
+            self._watch_all()
+        before, self._accumulates, self._has_accumulated = self._accumulates, True, True
         try:
             yield
         finally:
             self._accumulates = before
-            del self._noted[noted:]
 
     def _is_accumulating(self, optimizer: SteppingOptimizer) -> bool:
         return self._accumulates or (optimizer.accumulates is not None and optimizer.accumulates())
@@ -163,22 +165,22 @@ class BackwardSteps:
         if self._is_accumulating(optimizer) or param.grad is None:
             return
         with self._lock:
-            if self._order is not None:
-                self._order.append(index)
-            if self._noted:
-                self._count_noted(optimizer)
             self._check_waits(index)  # before a part is stepped, whose gradients may be those of two passes
+            if not self._completed_before:
+                self._order.append(index)
+            for part in self._completed_before.get(index, ()):
+                self._count_part(part, optimizer)
             if self._ready and not self._step_is_held():
                 self._step_ready(optimizer, param.device)
             self._count([index], optimizer)
             if self._seen is not None:
                 self._see(index)
 
-    def _count_noted(self, optimizer: SteppingOptimizer) -> None:
-        """Count the gradients that hooks have noted."""
-        noted = self._noted[:]
-        del self._noted[: len(noted)]
-        self._count([self._index[id(param)] for param in noted if param.grad is not None], optimizer)
+    def _count_part(self, part: int, optimizer: SteppingOptimizer) -> None:
+        """Count the gradients of a part that no hook has told of."""
+        members = range(len(self._params))[self._members[part]]
+        states, params = self._states, self._params
+        self._count([i for i in members if states[i] == WAITING and params[i].grad is not None], optimizer)
 
     def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Note averaged gradients of DDP, and step the parts that are complete."""
@@ -216,6 +218,7 @@ class BackwardSteps:
                 self._ready.append(part)
 
     def _check_waits(self, index: int) -> None:
+        """Raise RuntimeError if the gradient of this parameter has come before."""
         if self._states[index] != WAITING:
             raise RuntimeError(
                 "a second backward pass before optimizer.step() reached a parameter of shape "
@@ -264,10 +267,22 @@ class BackwardSteps:
 
     # What optimizer.step() calls
 
-    def count_noted(self, optimizer: SteppingOptimizer) -> None:
-        """Count the gradients that came after the last hook that looked."""
-        with self._lock:
-            self._count_noted(optimizer)
+    def count_rest(self, optimizer: SteppingOptimizer) -> None:
+        """Count the gradients that no hook has told of, where that matters before they are used.
+
+        Raises:
+            RuntimeError: some are of a second backward pass.
+        """
+        for part, members in enumerate(self._members if self._completed_before else ()):
+            for index, param in enumerate(self._params[members], members.start) if self._is_stepped(part) else ():
+                if param.grad is not None:
+                    self._check_waits(index)
+            if self.settings.clip == "tensor":
+                self._count_part(part, optimizer)
+
+    def _is_stepped(self, part: int) -> bool:
+        """Return whether any parameter of a part was stepped since the last ``step()``."""
+        return STEPPED in self._states[self._members[part]]
 
     @property
     def stepped(self) -> int:
@@ -304,31 +319,40 @@ class BackwardSteps:
                 )
 
     def end_step(self, optimizer: SteppingOptimizer) -> None:
-        """Release the gradients of what was stepped, and wait for the next backward pass."""
-        self._release(slice(None))
-        came = [sum(map(bool, self._states[members])) for members in self._members]
-        self._follow_order(optimizer)
-        self._expected = [now or before for now, before in zip(came, self._expected, strict=True)]
+        """Release the gradients, and wait for the next backward pass."""
+        for param in () if self._removed else self._params:
+            param.grad = None
+        if self._completed_before:
+            if not all(map(self._is_stepped, chain.from_iterable(self._completed_before.values()))):
+                self._watch_all()  # they came in another order
+        else:
+            came = [sum(map(bool, self._states[members])) for members in self._members]
+            self._expected = [now or before for now, before in zip(came, self._expected, strict=True)]
+            self._learn_order(optimizer)
         self._waiting_for = list(self._expected)
         self._states = [WAITING] * len(self._params)
         self._ready, self._given, self._seen, self._last = [], {}, None, None
         self._holds = self.begun = False
 
-    def _follow_order(self, optimizer: SteppingOptimizer) -> None:
-        """Let those hooks look that come next after a part, once the order in which gradients come is known."""
-        if self._order is None:
-            if len(self._ready) > self._without_hook:
-                self._order, self._order_before = [], []
-                self._watch(range(len(self._params)))
-        elif self._order and self._order == self._order_before and optimizer.accumulates is None:
-            # (A trainer that accumulates is asked at every gradient.)
-            last = {self._part_of[index]: place for place, index in enumerate(self._order)}
-            following = [place + 1 for place in last.values() if place + 1 < len(self._order)]
-            self._without_hook = len(last) - len(following)
-            self._watch({self._order[place] for place in (0, *following)})  # the first finds a second backward pass
-            self._order = None
-        else:
-            self._order, self._order_before = [], self._order
+    def _watch_all(self) -> None:
+        self._order, self._order_before, self._completed_before = [], [], {}
+        self._watch(range(len(self._params)))
+
+    def _learn_order(self, optimizer: SteppingOptimizer) -> None:
+        """Keep only those hooks that are needed, once the order in which gradients come is known."""
+        # Each device has a thread of its own, and a hook knows only what came in its thread.
+        order = sorted(self._order, key=lambda index: self._params[index].get_device())
+        self._order, self._order_before, before = [], order, self._order_before
+        if not order or order != before or self._has_accumulated or optimizer.accumulates is not None:
+            return
+        for _, of_device in groupby(order, key=lambda index: self._params[index].get_device()):
+            indices = list(of_device)
+            ends = {self._part_of[index]: place for place, index in enumerate(indices)}
+            self._completed_before[indices[0]] = []
+            for part, place in ends.items():
+                if place + 1 < len(indices):
+                    self._completed_before.setdefault(indices[place + 1], []).append(part)
+        self._watch(self._completed_before)
 
 
 _ALL: weakref.WeakSet[BackwardSteps] = weakref.WeakSet()

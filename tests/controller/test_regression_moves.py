@@ -289,11 +289,11 @@ class TestComparison:
             ((1.9, 1.9), 0.05, -1.0, 275, True),
             ((2.5, 2.5), 0.05, -1.0, 275, True),
             ((1.85, 1.85), 0.15, -1.0, 275, True),
-            ((2.5, 2.5), 0.05, 1.0, 275, False),
+            ((2.5, 2.5), 0.05, 1.0, 275, True),
             ((2.5, 2.5), 0.05, -1.0, 250, False),
             ((2.5, 2.5), 0.05, -1.0, 300, False),
         ],
-        ids=["better", "mean of two", "within noise", "worse", "own noise", "in doubt itself", "earlier", "later"],
+        ids=["better", "mean of two", "within noise", "worse", "own noise", "worse, in doubt", "earlier", "later"],
     )
     def test_by_a_table(self, levels: tuple[float, float], bend: float, mean: float, step: int, expected: bool) -> None:
         last, level = levels

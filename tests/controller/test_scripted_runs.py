@@ -124,11 +124,14 @@ class TestTrials:
         assert run.mu == run.state["ceiling"] == pytest.approx([-CUT, -CUT])
         assert run.state["trial"] is None
 
-    def test_that_are_in_doubt_themselves_are_better_and_are_not_doubted_again(self) -> None:
-        """Only the given learning rate is: with a sixth of it the run goes on, however its slopes look."""
-        run = self.played(again=True, better=-5.0)
-        assert (run.returns, run.backs, run.aside) == ([self.FIRST], [], None)
-        assert run.mu == run.state["ceiling"] == pytest.approx([-CUT, -CUT])
+    @pytest.mark.parametrize(("better", "backs"), [(0.5, []), (-0.5, [2 * FIRST])])
+    def test_that_are_in_doubt_themselves_end_by_their_losses_and_are_not_doubted_again(
+        self, better: float, backs: list[int]
+    ) -> None:
+        """On a plateau every learning rate is in doubt, and only a loss can tell."""
+        run = self.played(again=True, better=better)
+        assert (run.returns, run.backs, run.aside) == ([self.FIRST], backs, None)
+        assert run.mu == pytest.approx([0.0 if backs else -CUT] * 2)
 
     def test_do_not_follow_a_return(self) -> None:
         run = self.played(again=True, broken=200)

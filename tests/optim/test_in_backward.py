@@ -220,16 +220,19 @@ def test_parameters_that_get_gradients_at_some_steps_only() -> None:
     assert_same(plain, early, one, other)
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_gradients_that_come_in_another_order(accumulated: bool) -> None:
-    """While the order stays, few hooks look for complete parts; after it changed they find out, and step as early."""
+@pytest.mark.parametrize("accumulated", [None, 0, 5], ids=["never", "always", "later"])
+def test_gradients_that_come_in_another_order(accumulated: int | None) -> None:
+    """While the order stays, few parameters have hooks; after it changed all have them again, and step as early.
+
+    Where gradients are accumulated, as from step ``accumulated`` on, one that is there may not be complete.
+    """
     plain, early, one, other = pair(FusedAdamW, lr=0.01)
     orders, gone = [[0, 1, 2, 3, 4, 5]] * 5 + [[3, 5, 1, 0, 4, 2]] * 5 + [[5, 0, 4], [1, 2, 3], [0, 5, 2]] * 2, []
     for seed, order in enumerate(orders):
         for net, optimizer in ((plain, one), (early, other)):
             layers = net.layers
             net.layers = nn.ModuleList(layers[index] for index in order)
-            if accumulated:
+            if accumulated is not None and seed >= accumulated:
                 with optimizer.accumulate():
                     loss_of(net, 100 + seed).backward()
             found = train(net, optimizer, [seed])
@@ -314,6 +317,23 @@ def test_a_second_backward_pass_raises_and_says_what_to_write(settings: InBackwa
     with pytest.raises(RuntimeError, match=r"with optimizer\.accumulate\(\)"):
         loss_of(net, 3).backward()
     assert_equal(before, net.parameters())
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_second_pass_that_reaches_one_stepped_parameter_raises_at_the_latest_in_step(steps: int) -> None:
+    """Whether that parameter has a hook or not, once the order is known."""
+    stepped = 0
+    for name, _ in make_net().named_parameters():
+        net = make_net()
+        optimizer = FusedAdamW(net.parameters(), in_backward=EARLY)
+        train(net, optimizer, range(steps))
+        loss_of(net, steps).backward()
+        param = net.get_parameter(name)
+        if param.grad is None and not name.startswith("unused"):
+            with pytest.raises(RuntimeError, match="a second backward pass"):
+                optimizer.step(lambda param=param: param.square().sum().backward())
+            stepped += 1
+    assert stepped > 10
 
 
 def by_torch(model: nn.Module, other: nn.Module, file: Path) -> None:
