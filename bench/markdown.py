@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 
@@ -10,6 +11,11 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int 
     marks = ["---"] * left + ["---:"] * (len(header) - left)
     lines = [list(map(str, header)), marks, *(list(map(str, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def wrapped(text: str) -> str:
+    """Break lines between words, so that links stay whole."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def short(value: float) -> str:

@@ -16,7 +16,6 @@ import hashlib
 import shutil
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -28,7 +27,7 @@ import pandas as pd
 from bench import cost_model as cost
 from bench import plots, records, suites
 from bench.gpt2 import page as gpt2
-from bench.markdown import short, spaced, table
+from bench.markdown import short, spaced, table, wrapped
 from bench.quality import page as quality
 from bench.tables import NOTHING, frame, read, render, time_cell
 
@@ -454,6 +453,8 @@ def _speeds(theirs: Row, ours: Row) -> list[str]:
     return [*(time_cell(row) for row in (theirs, ours)), _ratio(ours, theirs)]
 
 
+# The memory of a whole training step, where one way was measured after the other.
+WHOLE = "whole peak GB"
 # The ways of in_backward, and their titles in the table and in the line on host time.
 STEPPED = {
     "torch-fused": "torch fused",
@@ -493,7 +494,10 @@ def optimizers_page(text: str) -> str:
     times = ", ".join(f"{STEPPED_HOST.get(row['way'], row['way'])} {1e3 * row['ms']:.0f}" for row in host)
     words = f"Host time beside the backward pass, of {host[0]['tensors']:.0f} small tensors on a CPU, in µs: {times}"
     words += " (`cpu_in_backward.json`)."
-    return between(text, "in-backward", f"{in_backward_table(found)}\n\n{textwrap.fill(words, 120)}")
+    steps = found.rows("in_backward", test="in_backward", device="cuda")
+    whole = ", ".join(f"{STEPPED[row['way']]} {row[WHOLE]:.1f}" for row in steps if WHOLE in row)
+    words = f"Memory in all at the peak of a step of llama-7B, in GB: {whole}. {words}"
+    return between(text, "in-backward", f"{in_backward_table(found)}\n\n{wrapped(words)}")
 
 
 def readme(text: str) -> str:

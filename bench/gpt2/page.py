@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.markdown import percent, spaced, table
+from bench.markdown import percent, spaced, table, wrapped
 from bench.plots import new_figure, save
 from bench.tables import NOTHING, read, render
 
@@ -100,8 +99,7 @@ def readme_text(folder: Path) -> str:
     runs = found(folder)
     if runs is None:
         return ""
-    lines = textwrap.wrap(_render("readme_gpt2.md", runs), 120, break_long_words=False)
-    return "\n".join([*lines, "", runs.table()])
+    return "\n".join([wrapped(_render("readme_gpt2.md", runs)), "", runs.table()])
 
 
 def section(folder: Path) -> str:

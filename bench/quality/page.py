@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.markdown import percent, table
+from bench.markdown import percent, table, wrapped
 from bench.plots import new_figure, save
 from bench.tables import NOTHING, render
 
@@ -86,8 +85,8 @@ def readme_text(reports: Sequence[Report]) -> str:
         percent(found.summary(way, start).median) for way, start in ((TRAINING, 1.0), (PLAIN, 10.0), (TRAINING, 10.0))
     )
     words = render("readme_quality.md", tasks=len(found.yardsticks), right=right, plain=plain, lowered=lowered)
-    lines = textwrap.wrap(words, 120, break_long_words=False)
-    return "\n".join([*lines, "", table(["learning rate at the start", PLAIN, "HDET", "HDET better", "worse"], rows)])
+    head = ["learning rate at the start", PLAIN, "HDET", "HDET better", "worse"]
+    return f"{wrapped(words)}\n\n{table(head, rows)}"
 
 
 def readme_row(found: Excesses, start: Start) -> list[str]:

@@ -39,6 +39,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in _anchors(target)):
             dead.append(link)
     assert dead == []
+    assert re.findall(r"\]\([^)\s]*\n", prose_of(page)) == [], "a link that a line break cuts"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
