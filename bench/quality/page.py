@@ -346,8 +346,8 @@ def sensitivity_table(found: Excesses) -> str:
 
 
 def designs_table(outcomes: Sequence[designs.Outcome]) -> str:
-    """Return the designs that were tried with a probe, the least harmful first."""
-    shown = sorted((one for one in outcomes if one.mode == PROBE), key=lambda one: one.harm)
+    """Return the designs that were tried with training losses, the default, the least harmful first."""
+    shown = sorted((one for one in outcomes if one.mode == TRAINING), key=lambda one: one.harm)
     rows = [[one.design, f"{one.harm:.2f}", percent(one.worst), f"{one.low:.1f}", f"{one.high:.1f}"] for one in shown]
     header = ["design", "at the best: mean", "worst", "10× too low: median", "10× too high: median"]
     return table(header, rows)
