@@ -109,12 +109,13 @@ class Subject:
 class SchedulerTwins:
     """The package (``subject``) and the equations (``reference``), kept equal.
 
-    ``skipped`` counts the skipped steps since two others came in a row.
+    ``skipped`` counts the skipped steps since two others came in a row. ``regrouped``: groups changed before the first
+    step, so that the scheduler builds its cycle again, which takes a learning rate of the user for the schedule's.
     """
 
     def __init__(self, setup: Setup, rank: int = 0) -> None:
         self.setup, self.rank = setup, rank
-        self.skipped, self._skipped_last = 0, False
+        self.skipped, self._skipped_last, self.regrouped = 0, False, False
         self.subject = Subject(setup, rank)
         self.reference = Reference(setup, np.stack([part.detach().numpy() for part in Model().parts]))
 
@@ -129,7 +130,7 @@ class SchedulerTwins:
             self.skipped += 1
         elif not self._skipped_last:
             self.skipped = 0
-        self._skipped_last = skipped
+        self._skipped_last, self.regrouped = skipped, False
         losses = self.subject.backward(x)
         if frozen is not None:
             self.subject.params[frozen].grad = None
@@ -160,6 +161,8 @@ class SchedulerTwins:
             np.testing.assert_allclose(held, np.broadcast_to(mean, held.shape), rtol=1e-9, atol=1e-12)
 
     def edit(self, key: str, value: float, group: int) -> None:
+        if key == "lr" and self.regrouped:
+            return
         groups = self.subject.optimizer.param_groups
         if key == "momentum":
             self.reference.momentum = value
@@ -184,6 +187,7 @@ class SchedulerTwins:
         with pytest.raises(RuntimeError, match="parameter groups"):
             self.subject.scheduler.step(1.0)
         optimizer.param_groups.pop()
+        self.regrouped |= self.reference.t == 0
 
     def save(self) -> tuple[Any, Reference]:
         parts = self.subject.parts()
@@ -195,7 +199,7 @@ class SchedulerTwins:
         """Build everything anew and load a checkpoint, its three parts in this order."""
         state, expected = copy.deepcopy(saved)
         self.subject, self.reference = Subject(self.setup, self.rank), expected
-        self.skipped, self._skipped_last = 0, False
+        self.skipped, self._skipped_last, self.regrouped = 0, False, False
         parts = self.subject.parts()
         for name in order:
             parts[name].load_state_dict(state[name])
