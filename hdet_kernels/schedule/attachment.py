@@ -77,12 +77,12 @@ class Attachment:
         if not self._handles:
             optimizer = writer.optimizer
             if isinstance(optimizer, FusedOptimizer) and optimizer.steps_in_backward:
-                begins, after = optimizer.watch_backward(self._begin_step, self._look), self._after_early_step
+                begins = optimizer.watch_backward(self._begin_step, self._look)
             else:
-                begins, after = optimizer.register_step_pre_hook(self._before_step), self._after_step
+                begins = optimizer.register_step_pre_hook(self._before_step)
             self._handles = [
                 begins,
-                optimizer.register_step_post_hook(after),
+                optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
         self._finalizer = weakref.finalize(writer, self.end)
@@ -114,7 +114,6 @@ class Attachment:
             assert writer is not None
             writer.before_optimizer_step()
             writer.look(pairs_of(optimizer.param_groups))
-            writer.looked()
 
         return None if writer is None else look_at_gradients(look, args, kwargs)
 
@@ -136,14 +135,9 @@ class Attachment:
             writer.look(pairs)
 
     @not_compiled
-    def _after_early_step(self, *given: Any) -> None:
-        if (writer := self._writer()) is not None:
-            writer.looked()
-        self._after_step(*given)
-
-    @not_compiled
     def _after_step(self, *_: Any) -> None:
         if (writer := self._writer()) is not None:
+            writer.looked()  # not before: a step that another hook makes fail may be repeated
             writer.steps.optimizer_stepped()
 
     @not_compiled

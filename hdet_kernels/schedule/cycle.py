@@ -238,6 +238,8 @@ class Cycle:
             if self.undoing is not None:
                 self.undoing.keep_start(self.run, self.step)
         self.averaged = False
+        if self.displacement is not None:
+            self.displacement.begin_step()
         if self.expects_state:
             self._check_state()
         compares = self.gradients == "auto" and self.ensemble.size > 1 and self.run.syncs_at(self.step + 1)
@@ -251,7 +253,7 @@ class Cycle:
             self.displacement.look(pairs)
 
     def looked(self) -> None:
-        """Note what all gradients of a step have shown. A hook of the optimizer."""
+        """Note what all gradients of a step have shown. A hook of the optimizer, after every step."""
         if self.displacement is not None:
             self.displacement.looked()
         if self._compared is not None:

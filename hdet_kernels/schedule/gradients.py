@@ -207,8 +207,13 @@ class Displacement:
 
     def measure(self) -> None:
         """Take the product of the gradients with the last displacement, in the first steps of a cycle."""
+        self.begin_step()
         self.look(pairs_of(self.optimizer.param_groups))
         self.looked()
+
+    def begin_step(self) -> None:
+        """Forget the gradients of a step that failed, of which this one may have fewer."""
+        self._dots = {}
 
     def look(self, pairs: Pairs) -> None:
         """Multiply some of a step's gradients with the last displacement."""

@@ -259,6 +259,34 @@ def test_slopes_of_tied_groups_add_up_and_their_error_is_that_of_the_sum() -> No
     assert displacement.turn() == MeasuredSlopes([2.5, 2.0], [0.0, 0.5])
 
 
+def test_a_step_that_failed_and_is_made_again_is_measured_once() -> None:
+    """Here a hook fails that came after the scheduler's, and then a part of the model has no gradient any more."""
+
+    def slopes(fails: bool) -> list[torch.Tensor]:
+        stack = hk.ReplicaStack(network(), 2)
+        optimizer = hk.FusedAdamW(stack.parameters(), lr=0.01)
+        scheduler = hk.HDETOneCycleLR(optimizer, 0.01, 400, sync_every=5, ensemble=stack.ensemble)
+        for step in range(14):
+            losses = stack.backward(loss_of, *batch(0, step))
+            if step == 12:
+                if fails:
+                    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        optimizer.step()
+                    handle.remove()
+                next(iter(stack.parameters())).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(losses)
+        displacement = scheduler.cycle.displacement
+        assert displacement is not None
+        return displacement.slopes
+
+    expected = slopes(fails=False)
+    assert len(expected) > 1
+    assert same(slopes(fails=True), expected)
+
+
 # Closures
 
 

@@ -283,7 +283,7 @@ class Scouting:
             self._compared.look(pairs)
 
     def looked(self) -> None:
-        """Note what all gradients of a step have shown. A hook of the optimizer."""
+        """Note what all gradients of a step have shown. A hook of the optimizer, after every step."""
         if self._compared is not None:
             self._fingerprint = self._compared.value(self.optimizer.param_groups)
 
