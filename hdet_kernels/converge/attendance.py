@@ -130,7 +130,7 @@ class Attendance:
                 named = ", ".join(map(str, ended))
                 found += f"; the connections to ranks {named} are closed, and which of them ended first is not known"
         else:
-            found = explanation(self._count, *signs, waited=waited)
+            found = explanation(self._count, *signs, waited=waited, timed_out=timed_out)
         return f"{self._what} failed: {found} ({type(error).__name__}: {_first_line(error)})"
 
     def _signs(
@@ -159,11 +159,18 @@ Gathers = Ensemble | Attendance
 
 
 def explanation(
-    count: int, came: dict[int, tuple[int, str]], failed: dict[int, str], closed: Sequence[int], *, waited: float
+    count: int,
+    came: dict[int, tuple[int, str]],
+    failed: dict[int, str],
+    closed: Sequence[int],
+    *,
+    waited: float,
+    timed_out: bool = False,
 ) -> str:
     """Return who is to blame that average number ``count`` failed, as far as it is known. Pure.
 
-    Where a rank raised or has ended, the others are not to blame that they have not come yet.
+    Where a rank raised or has ended, the others are not to blame that they have not come yet. A rank that came and
+    gives no sign may only wait for this one: then the first failure is told too, unless all wait for a timeout.
 
     Args:
         count: number of the average.
@@ -171,6 +178,7 @@ def explanation(
         failed: for those where this average failed, the cause, marked if it is an error of a collective.
         closed: the ranks whose connection to this one is closed.
         waited: seconds until the average failed here.
+        timed_out: whether it failed by a timeout.
     """
     seen = {
         rank: "after it came" if last == count else f"it was last seen at {what}" if last else _NEVER_SEEN
@@ -185,11 +193,13 @@ def explanation(
     found += [f"rank {rank} did not come within {waited:.1f} s ({seen[rank]})" for rank in absent]
     hanging = [rank for rank in silent if rank not in absent]
     found += [f"rank {rank} came and then gave no sign: it has ended, was stopped, or hangs" for rank in hanging]
+    causes = [f"rank {rank}: {text.removeprefix(_COLLECTIVE)}" for rank, text in failed.items()]
     if absent:
         found.append("every rank must make the same calls of the scheduler, after the same number of steps")
+    elif hanging and causes and not timed_out:
+        found.append(f"the collective failed on {causes[0]}")
     if found:
         return "; ".join(found)
-    causes = (f"rank {rank}: {text.removeprefix(_COLLECTIVE)}" for rank, text in failed.items())
     return f"all ranks came, and the collective failed on all of them ({'; '.join(causes)})"
 
 
@@ -269,17 +279,18 @@ class Notices:
     def failed(self, count: int, ranks: Sequence[int]) -> dict[int, str]:
         """Return why average number ``count`` failed on those of ``ranks`` where it did. It failed on this rank too.
 
-        Only failures in the lives count in which :meth:`came` has seen the ranks.
+        The first to fail comes first, where that is known. Only failures in the lives count in which :meth:`came` has
+        seen the ranks.
         """
         if self._has_lists:
             notices = dict(json.loads(line) for line in self._store.get(self._failed(count)).splitlines())
         else:
             keys = {rank: f"{self._failed(count)}/{rank}" for rank in ranks}
             notices = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        found = {}
-        for rank in ranks:
-            life, _, cause = notices.get(rank, "").partition(" ")
-            if life and life == self._lives.get(rank):
+        found, wanted = {}, set(ranks)
+        for rank, notice in notices.items():
+            life, _, cause = notice.partition(" ")
+            if rank in wanted and life == self._lives.get(rank):
                 found[rank] = cause
         return found
 

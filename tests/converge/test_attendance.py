@@ -42,6 +42,13 @@ AGAIN = "see what it wrote last, and start all ranks again from the last checkpo
             "number of steps",
         ),
         ({1: HERE}, {}, [], "rank 1 came and then gave no sign: it has ended, was stopped, or hangs"),
+        (
+            {0: HERE, 1: HERE, 2: HERE},
+            {2: ABORTED, 0: CLOSED},
+            [2],
+            "rank 1 came and then gave no sign: it has ended, was stopped, or hangs; the collective failed on rank 2: "
+            "NCCL communicator was aborted",
+        ),
         ({1: HERE, 2: BEFORE}, {1: "Cable: pulled out"}, [], f"rank 1 raised Cable: pulled out; {AGAIN}"),
         (
             {1: BEFORE, 2: HERE, 3: BEFORE, 4: HERE, 5: HERE},
@@ -57,7 +64,7 @@ AGAIN = "see what it wrote last, and start all ranks again from the last checkpo
             "connection closed)",
         ),
     ],
-    ids=["missing", "silent", "raised", "ended", "all there"],
+    ids=["missing", "silent", "one waits", "raised", "ended", "all there"],
 )
 def test_who_is_missing(came: dict[int, Any], failed: dict[int, Any], closed: list[int], expected: str) -> None:
     assert explanation(3, came, failed, closed, waited=30.18) == expected
