@@ -129,7 +129,8 @@ def _of_this_format(cycle: Cycle, state: dict[str, Any]) -> dict[str, Any]:
             f"this is version {__version__}, which reads 3 and {FORMAT}"
             f"{f' and does not know {unknown}' if unknown else ''}: load it with the version that saved it"
         )
-    state = {**state, "undo": _with_start_alone(state.get("undo")), "spread": _with_trial(state.get("spread"))}
+    now = {"undo": _with_start_alone, "spread": _with_trial}
+    state = {name: now[name](entry) if name in now else entry for name, entry in state.items()}
     if saved == FORMAT:
         return state
     step, run = state.get("step"), cycle.run

@@ -81,7 +81,7 @@ HARMLESS = [
     (r"hdet\.config\.controller_constants\..*", "deleted"),  # another version may have others
     (r".*\.(broken|better|no_better)", "list"),  # where they are empty
     (r"hdet\.(averaged|optimizer_state)", "bool"),
-    (r"hdet\.(first|origin|undo)", "deleted"),  # torch's last_epoch tells of an origin
+    (r"hdet\.(first|origin)", "deleted"),  # torch's last_epoch tells of an origin
     (r".*(anchor\[1\]|attempt\.position)", "fraction"),
     (r".*displacement\.slopes(\[\d\])*", f"deleted|list|{NUMBERS}|nan|infinite"),
     (r".*history\[0\]\.(act|judgement|peaks|why)", "deleted|None"),
