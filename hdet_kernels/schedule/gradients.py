@@ -212,7 +212,7 @@ class Displacement:
         self.looked()
 
     def begin_step(self) -> None:
-        """Forget the gradients of a step that failed, of which this one may have fewer."""
+        """Forget the gradients of the step before, or of one that failed: this one may have fewer."""
         self._dots = {}
 
     def look(self, pairs: Pairs) -> None:
@@ -238,7 +238,6 @@ class Displacement:
             dots = [self._dots[param].to(device) for param in members if param in self._dots]
             zero = torch.zeros((), dtype=wide_dtype(device), device=device)
             products.append(torch.stack(dots).sum() if dots else zero)
-        self._dots = {}
         slopes = torch.stack(products)
         if (scale := getattr(self.optimizer, "grad_scale", None)) is not None:
             slopes = slopes / scale.to(device)  # GradScaler leaves unscaling to a fused optimizer
