@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.chaos.configurations import SYNC, TOTAL, Configuration
+from tests.chaos.configurations import TOTAL, Configuration
 from tests.chaos.faults import Case, Fault, pattern
 from tests.chaos.group import GROUP_TIMEOUT
 from tests.chaos.record import Failure, Record
@@ -101,9 +101,7 @@ def _as_expected(case: Case, fault: Fault, configuration: Configuration, record:
         found.append(f"ended at step {record.step}: {raised}")
     if expect != "lost" and fault.message and not said.search(failures[0].message):
         found.append(f"the message does not match {fault.message!r} for rank {case.victim}: {raised}")
-    # At the first sync of averages that overlap, a second group is made, where torch waits for its timeout.
-    makes_group = "overlap" in configuration.traits and case.step == SYNC
-    late = [f.seconds for f in failures if f.seconds > GROUP_TIMEOUT * 0.8 and not makes_group]
+    late = [f.seconds for f in failures if f.seconds > GROUP_TIMEOUT * 0.8]
     return [*found, *(f"an error came after {seconds:.0f} s" for seconds in late)]
 
 
