@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import shutil
 import sys
 import tempfile
@@ -234,7 +235,7 @@ def reliability_page() -> str:
         outcomes=[[end, meaning, *by_end.loc[end]] for end, meaning in OUTCOMES.items() if end in by_end.index],
         numerics=_numerics(),
         state=_state(read(RESULTS, "state_quality*.json")[0]["tasks"]),
-        clipping=_clipping(read(RESULTS, "clipping_quality*.json")[0]["tasks"]),
+        clipping=_clipping(read(RESULTS, "clipping_quality*.json")),
         tests=[
             record
             | {"passed": _sum(record, "passed"), "failures": _sum(record, "failed"), "skipped": _sum(record, "skipped")}
@@ -299,10 +300,10 @@ def _state(tasks: Mapping[str, Any]) -> Row:
     return {"cases": int((rows["state"] == "int8").sum()), "worst": relative.max(), **counts}
 
 
-def _clipping(tasks: Mapping[str, Any]) -> str:
+def _clipping(found: list[Row]) -> str:
     """Return a table of the loss with exact clipping, and of how far the others are from it, with standard errors."""
     body, header = [], []
-    for task, rates in tasks.items():
+    for task, rates in itertools.chain.from_iterable(record["tasks"].items() for record in found):
         for rate, options in rates.items():
             exact, *others = options.items()
             header = ["task", "learning rate", exact[0], *(name for name, _ in others)]
