@@ -100,6 +100,7 @@ def benchmarks_page() -> str:
         "benchmarks.md",
         gpu=found.machine("optim_step", "cuda"),
         cpu=found.machine("cpp_step", "cpu"),
+        host_cpu=found.machine("converge", "cpu"),
         steps=_steps_table(found),
         works=_works_table(found),
         triton=_triton(found),

@@ -331,7 +331,7 @@ def tied_to(params: Sequence[Tensor]) -> list[int]:
     return owner
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """The content of one collective: pieces of tensors on one device, as elements of ``dtype``."""
 

@@ -381,6 +381,8 @@ def flattened(tensor: Tensor, rows: int, gapped: Gapped) -> Tensor:
     Raises:
         ValueError: if elements overlap in memory, or the first dimension is not the rows.
     """
+    if rows == 1 and tensor.is_contiguous() and not tensor.is_complex():  # by far the most
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if rows > 1:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
@@ -398,13 +400,20 @@ def flattened(tensor: Tensor, rows: int, gapped: Gapped) -> Tensor:
 
 
 def _layouts(tensors: Sequence[Tensor]) -> list[object]:
-    """Return of every tensor which object it is, where its elements are and how they lie there."""
+    """Return of all tensors which objects they are, where their elements are and how they lie there.
+
+    Strides are asked only of those that are not contiguous: it takes as long as all else.
+    """
     parts = list(parts_of(tensors)(tensors))
-    where, kinds, strides = map(Tensor.data_ptr, parts), map(_kind_of, parts), map(Tensor.stride, parts)
-    return list(zip(map(id, tensors), where, kinds, strides, strict=True))
+    contiguous = list(map(Tensor.is_contiguous, parts))
+    return [
+        *(list(map(id, tensors)), list(map(Tensor.data_ptr, parts)), list(map(_shape_of, parts))),
+        *(list(map(_dtype_of, parts)), list(map(_device_of, parts)), contiguous),
+        [part.stride() for part, plain in zip(parts, contiguous, strict=True) if not plain],
+    ]
 
 
-_kind_of = attrgetter("dtype", "device", "shape")
+_shape_of, _dtype_of, _device_of = map(attrgetter, ("shape", "dtype", "device"))
 
 # Parts of a name that a wrapper adds. A replica may be wrapped on one rank and not on another.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

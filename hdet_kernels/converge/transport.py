@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -45,6 +46,11 @@ LARGE = 4096
 
 # Cached packing tables. One sync needs fewer, unless the model is cut into very many buckets.
 MOST_PACKS = 256
+
+# Cached divisions into buckets: a sync needs two or three of them, of parameters, state and buffers.
+MOST_CUTS = 16
+
+_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 
 R = TypeVar("R", bound=Region)
 
@@ -146,6 +152,7 @@ class Transport:
         self.attendance = Attendance(ensemble)
         self.staging = Staging()
         self._packs: dict[object, Pack] = {}
+        self._cuts: dict[object, list[Bucket]] = {}
 
     def checksum_of_one(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the checksum of 1-D tensors that exist once, however many replicas this process holds."""
@@ -304,7 +311,14 @@ class Transport:
 
     def _cut(self, region: Region, bucket_bytes: int) -> list[Bucket]:
         tensors = outline(region)
-        return cut(tensors if self.ensemble.rows == 1 else [tensor[0] for tensor in tensors], bucket_bytes)
+        key = (bucket_bytes, *map(Tensor.numel, tensors), *map(_dtype_of, tensors), *map(_device_of, tensors))
+        if key not in self._cuts:
+            if len(self._cuts) == MOST_CUTS:
+                self._cuts.clear()
+            self._cuts[key] = cut(
+                tensors if self.ensemble.rows == 1 else [tensor[0] for tensor in tensors], bucket_bytes
+            )
+        return self._cuts[key]
 
     def cut(self, regions: Sequence[R], bucket_bytes: int | None = None) -> Iterator[tuple[R, Bucket]]:
         """Yield every bucket with the region that it is cut from. ``bucket_bytes`` defaults to the transport's."""
@@ -370,19 +384,23 @@ class Transport:
         return pieces if plain else None
 
     def _packer(self, region: Sequence[Tensor], bucket: Bucket) -> tuple[Pack, list[Tensor]]:
-        """Return the packer of a bucket and the tensors that it takes. Cached, because layouts recur at every sync."""
-        first, last = bucket.pieces[0].index, bucket.pieces[-1].index
-        tensors = list(region[first : last + 1])
-        pieces = [Piece(piece.index - first, piece.start, piece.stop) for piece in bucket.pieces]
-        if len(tensors) == 1 and self.ensemble.rows == 1:  # buckets of equal size share a packer then
-            tensors, pieces = [tensors[0][pieces[0].start : pieces[0].stop]], [Piece(0, 0, bucket.numel)]
-        numels = tuple(tensor.numel() // self.ensemble.rows for tensor in tensors)
-        key = (bucket.device, bucket.dtype, tuple(pieces), numels)
+        """Return the packer of a bucket and the tensors that it takes. Cached, because buckets recur at every sync."""
+        rows, first, last = self.ensemble.rows, bucket.pieces[0], bucket.pieces[-1]
+        tensors = list(region[first.index : last.index + 1])
+        if len(tensors) == 1 and rows == 1:
+            tensors = [tensors[0][first.start : first.stop]]
+        whole = len(tensors) == 1 and tensors[0].numel() == rows * bucket.numel  # those of equal size share a packer
+        key = (bucket.device, bucket.dtype, bucket.numel) if whole else bucket
         if key not in self._packs:
             if len(self._packs) == MOST_PACKS:
                 self._packs.clear()
+            pieces = [Piece(piece.index - first.index, piece.start, piece.stop) for piece in bucket.pieces]
             self._packs[key] = Pack(
-                numels, pieces, bucket.device, bucket.dtype, rows=self.ensemble.rows, backend=self.backend
+                [tensor.numel() // rows for tensor in tensors],
+                [Piece(0, 0, bucket.numel)] if whole else pieces,
+                *(bucket.device, bucket.dtype),
+                rows=rows,
+                backend=self.backend,
             )
         return self._packs[key], tensors
 
