@@ -48,6 +48,7 @@ def resumed_in_rank(rank: int, trainer: str, folder: Path) -> Any:
     return in_backward_runs.resumed(rank, trainer, folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_run_that_its_trainer_saved_and_resumed_ends_as_the_uninterrupted_run(trainer: str, tmp_path: Path) -> None:
     """Also the norm of the step before, by which gradients are clipped, is in the checkpoint."""

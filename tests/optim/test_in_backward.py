@@ -261,7 +261,7 @@ def test_a_user_s_hooks_see_every_gradient() -> None:
     assert len(seen) == 2 * 4 * (len(list(early.parameters())) - 2)
 
 
-@pytest.mark.parametrize("wrapper", ["checkpoint", "compile", "closure"])
+@pytest.mark.parametrize("wrapper", ["checkpoint", pytest.param("compile", marks=pytest.mark.full), "closure"])
 def test_checkpointing_compilation_and_closures(wrapper: str) -> None:
     plain, early, one, other = pair(FusedAdamW, lr=0.01)
     for net, optimizer in ((plain, one), (early, other)):

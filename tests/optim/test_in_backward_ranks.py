@@ -316,6 +316,7 @@ def _late_run(group: Group, ddp: bool, told: bool, dtype: torch.dtype, late: boo
         group.end()
 
 
+@pytest.mark.full
 def test_a_process_group_that_comes_after_optimizer_and_scheduler(tmp_path: Path) -> None:
     """It is taken as by ``step()``; DDP that nobody told the optimizer of raises, before anything is modified."""
     for found in run_ranks(2, _late_runs, tmp_path):
