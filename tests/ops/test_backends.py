@@ -126,7 +126,7 @@ def test_importing_loads_neither_the_extension_nor_triton() -> None:
 def test_the_cuda_sources_compile(source: str, tmp_path: Path) -> None:
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, include_paths
 
-    # Code for the GPU alone, without optimisation: nvcc finds errors of the rest too, and making code takes long. So only
+    # Code for the GPU alone, without optimisation: nvcc finds errors of the rest too, and making code takes long. Only
     # the source that asks for the generation, which has all inline assembly, becomes machine code.
     options = subprocess.run(["nvcc", "--help"], capture_output=True, text=True, check=True).stdout
     quickly = ["--Ofast-compile", "max"] if "--Ofast-compile" in options else ["-Xptxas", "-O0"]
