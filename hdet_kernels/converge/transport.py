@@ -44,11 +44,8 @@ CPU_BYTES = 32 * 2**20
 # The mean size of pieces, in elements, from which torch copies them one by one.
 LARGE = 4096
 
-# Cached packing tables. One sync needs fewer, unless the model is cut into very many buckets.
-MOST_PACKS = 256
-
-# Cached divisions into buckets: a sync needs two or three of them, of parameters, state and buffers.
-MOST_CUTS = 16
+# Cached divisions into buckets, and packing tables. One sync needs fewer, unless the model is cut into very many buckets.
+MOST_CACHED = 256
 
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 
@@ -313,8 +310,9 @@ class Transport:
         tensors = outline(region)
         key = (bucket_bytes, *map(Tensor.numel, tensors), *map(_dtype_of, tensors), *map(_device_of, tensors))
         if key not in self._cuts:
-            if len(self._cuts) == MOST_CUTS:
+            if len(self._cuts) == MOST_CACHED:
                 self._cuts.clear()
+                self._packs.clear()  # most are found by their bucket
             self._cuts[key] = cut(
                 tensors if self.ensemble.rows == 1 else [tensor[0] for tensor in tensors], bucket_bytes
             )
@@ -392,7 +390,7 @@ class Transport:
         whole = len(tensors) == 1 and tensors[0].numel() == rows * bucket.numel  # those of equal size share a packer
         key = (bucket.device, bucket.dtype, bucket.numel) if whole else bucket
         if key not in self._packs:
-            if len(self._packs) == MOST_PACKS:
+            if len(self._packs) == MOST_CACHED:
                 self._packs.clear()
             pieces = [Piece(piece.index - first.index, piece.start, piece.stop) for piece in bucket.pieces]
             self._packs[key] = Pack(

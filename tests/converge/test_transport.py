@@ -244,16 +244,17 @@ def test_the_first_row_is_copied() -> None:
     assert out.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_packers_are_cached_and_their_number_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hdet_kernels.converge.transport.MOST_PACKS", 2)
+def test_buckets_and_packers_are_cached_and_their_number_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hdet_kernels.converge.transport.MOST_CACHED", 2)
     transport = Transport(SingleReplica(), 100, None)
-    packers = []
-    for size in (1, 2, 1, 3):
-        region = [torch.ones(size), torch.ones(1)]
+    found = []
+    for size, dtype in ((1, torch.float32), (1, torch.float64), (1, torch.float32), (3, torch.float32)):
+        region = [torch.ones(size, dtype=dtype), torch.ones(1, dtype=dtype)]
         ((_, bucket),) = transport.cut([region])
-        packers.append(transport._packer(region, bucket)[0])
-    assert packers[0] is packers[2]
-    assert len(transport._packs) == 1, "cleared when a third layout came"
+        assert (bucket.numel, bucket.dtype) == (size + 1, dtype)
+        found.append((bucket, transport._packer(region, bucket)[0]))
+    assert found[0] == found[2]
+    assert len(transport._cuts) == len(transport._packs) == 1, "cleared when a third layout came"
 
 
 # Integers and step counts
