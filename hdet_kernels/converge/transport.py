@@ -44,7 +44,7 @@ CPU_BYTES = 32 * 2**20
 # The mean size of pieces, in elements, from which torch copies them one by one.
 LARGE = 4096
 
-# Cached divisions into buckets, and packing tables. One sync needs fewer, unless the model is cut into very many buckets.
+# Cached divisions into buckets, and packing tables. One sync needs fewer, unless a model is cut into very many buckets.
 MOST_CACHED = 256
 
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
