@@ -67,6 +67,7 @@ def test_smallest_cases_run(tmp_path: Path) -> None:
     assert found["muon"]["stack ratio"]["ratio"] > 0
 
 
+@pytest.mark.full
 def test_a_run_writes_record_and_report_and_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

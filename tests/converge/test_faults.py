@@ -574,6 +574,7 @@ def _killed_in_new_group(rank: int) -> dict[str, Any]:
     return attempts(replica, loss)
 
 
+@pytest.mark.full
 def test_a_rank_killed_while_the_second_group_is_made_is_named() -> None:
     """The first overlapped average makes a process group, before anything is averaged."""
     results = run_ranks(3, _killed_in_new_group, expect_dead=1)

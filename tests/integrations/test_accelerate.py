@@ -15,6 +15,10 @@ from tests.training import same
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+# The two processes take as long as a hundred other tests. Accelerate's loop is in make test with steps in the backward
+# pass, in test_in_backward.py.
+pytestmark = pytest.mark.full
+
 
 def _on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     from tests.integrations.accelerate_runs import run_all  # imports accelerate

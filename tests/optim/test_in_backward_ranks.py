@@ -122,6 +122,7 @@ def check(found: dict[tuple[Any, ...], tuple[bool, list[int]]]) -> None:
         assert (stepped[0] == 0) == held, (case, stepped)
 
 
+@pytest.mark.full
 def test_wrapped_models_have_the_bits_of_step() -> None:
     for found in run_ranks(2, _table, ("replicas", "ddp", "fsdp"), ("fp32", "bf16-int8"), ("FusedAdamW",)):
         check(found)
