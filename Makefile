@@ -20,8 +20,7 @@ CHAOS_ARGS ?=
 # Tests and demo start many Python processes. Without byte code each of them would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three workers on two cores: for a third of the time tests wait for processes that they start.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: demo test test-full lint bench chaos quality docs wheel setup clean
