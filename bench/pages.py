@@ -96,15 +96,16 @@ def benchmarks_page() -> str:
     """Return docs/benchmarks.md."""
     found = Records(RESULTS)
     one, rows = found.one, found.rows
+    on_cpu = {row["model"]: row["ratio"]["ratio"] for row in rows("cpp_step", way="hdet-cpp")}
     return render(
         "benchmarks.md",
         gpu=found.machine("optim_step", "cuda"),
         cpu=found.machine("cpp_step", "cpu"),
-        host_cpu=found.machine("converge", "cpu"),
         steps=_steps_table(found),
         works=_works_table(found),
         triton=_triton(found),
-        on_cpu=[row["ratio"]["ratio"] for row in rows("cpp_step", way="hdet-cpp")],
+        on_cpu=[ratio for model, ratio in on_cpu.items() if not model.endswith("fp16")],
+        in_fp16=[ratio for model, ratio in on_cpu.items() if model.endswith("fp16")],
         sharded=[row["ratio"]["ratio"] for row in rows("sharded_step", way="hdet-cpp")],
         host=_host_table(found),
         scheduler={(row["way"], row["groups"]): round(1e3 * row["ms"]) for row in rows("scheduler_step")},
