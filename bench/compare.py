@@ -5,9 +5,9 @@ python -m bench.compare bench/results bench-out          # folders of records
 python -m bench.compare old.json new.json --least 0.02   # changes below 2 % do not count
 
 Ratios within one run are compared instead of times, so that clocks cancel: the time of ours over that of each peer of
-the same case, or, without a peer, over the time of a copy of the same bytes. The spread of a time is its interquartile
-range over its median. The spread of a ratio is the interquartile range of the ratios of single turns where ours and
-torch's fused step took turns, else the root of the summed squares of both spreads.
+the same case, and over that of a copy of the same bytes, which tells our own change from that of a peer. The spread of
+a time is its interquartile range over its median. The spread of a ratio is the interquartile range of the ratios of
+single turns where ours and torch's fused step took turns, else the root of the summed squares of both spreads.
 
 A ratio is worse if new/old − 1 exceeds the root of the summed squares of its spreads in both runs, and ``--least``; it
 is better if old/new − 1 does. Quartiles do not include the difference between two starts of a process: use ``--least``
@@ -172,7 +172,7 @@ def _one_by_one(name: str, times: dict[tuple[str, str], Time]) -> dict[str, Rati
         own = f"{name} {way}{f' ({kind})' if kind else ''}"
         for peer, theirs in peers.items():
             found[f"{own} / {peer}"] = Ratio(time.value / theirs.value, _both(time.spread, theirs.spread))
-        if not peers and time.share is not None:
+        if time.share is not None:
             found[f"{own} / {COPY}"] = Ratio(1 / time.share, time.spread)
     return found
 

@@ -11,8 +11,8 @@ namespace hdet {
 namespace {
 
 // Launch shapes. A lane loads 16 bytes of a buffer at a time, twice for each block. These are the blocks that a warp
-// has in flight: encoding reads three buffers, so that one block is enough; decoding reads one and a quarter. The
-// shapes were not measured yet; bench/test_wire.py does.
+// has in flight: encoding reads three buffers, so that one block is enough; decoding reads one and a quarter.
+// bench/test_wire.py measures them.
 constexpr int kThreads = 256;
 constexpr int kEncodeBlocks = 1;
 constexpr int kMergeBlocks = 1;

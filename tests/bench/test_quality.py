@@ -16,7 +16,6 @@ import hdet_kernels as hk
 from bench.quality import __main__ as quality
 from bench.quality import search, short_runs, suite
 from bench.quality.observations import OBSERVATIONS
-from bench.quality.page import search_table
 from bench.quality.peers import OPTIMIZERS, PEERS
 from bench.quality.results import Spec
 from bench.quality.rows import train_rows
@@ -163,34 +162,6 @@ def test_every_search_chooses_a_learning_rate(digits: Any, method: str) -> None:
     whole, left = search.chosen_jobs([{"kind": "search", **found}])
     assert (whole["spec"]["steps"], left["spec"]["steps"]) == (None, 231)
     assert {whole["spec"]["lr"], left["spec"]["lr"]} == {found["chosen"]}
-
-
-def test_a_range_test_suggests_where_the_loss_falls_most_steeply() -> None:
-    rates = np.geomspace(1e-6, 1.0, 600)
-    losses = 1 + 3 / (1 + (rates / 1e-3) ** 2) + np.where(rates > 0.1, 1e3, 0.0)
-    assert 1e-3 < search.suggestion(rates, losses) < 5e-3  # smoothing lags
-    losses[300:] = np.nan
-    assert search.suggestion(rates, losses) < rates[300]
-
-
-def test_searches_are_summed_up_by_method_and_share() -> None:
-    task = "flights"
-    records: list[Any] = [
-        {"kind": "near", "task": task, "lr": lr, "seed": seed, "val": val}
-        for seed in range(2)
-        for lr, val in ((0.01, 1.0), (0.02, 2.0))
-    ]
-    for steps, val in ((None, 1.1), (200, 1.5)):
-        run = {"kind": "chosen", "task": task, "by": "scout", "share": 0.3, "seed": 0, "steps": steps, "val": val}
-        records += [run, run | {"by": "lr_find", "val": float("inf")}]
-    *_, ours, other = search_table(records).splitlines()
-    assert [cell.strip() for cell in ours.split("|")[1:-1]] == [
-        "0.3",
-        "scout",
-        "10.0 / 10.0 / 10.0",
-        "50.0 / 50.0 / 50.0",
-    ]
-    assert other.count("100.0") == 6
 
 
 @pytest.mark.full

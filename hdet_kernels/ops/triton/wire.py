@@ -20,7 +20,7 @@ from hdet_kernels.ops.wire import BLOCK, FORMATS, GRAIN, encoded_bytes
 
 # Blocks of one program, and how it is launched. With one warp no operation on a block waits for another warp, however
 # Triton assigns elements to threads (with 4 warps and 4 blocks, two warps share each block). A thread has 16 elements,
-# four 16-byte loads of each buffer. The shape was not measured yet; bench/test_wire.py does.
+# four 16-byte loads of each buffer. bench/test_wire.py measures the shape.
 BLOCKS = 2
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
