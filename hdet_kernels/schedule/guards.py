@@ -32,6 +32,9 @@ FEWEST_REPEATS, MOST_AHEAD = 3, 8
 #: Optimizer steps too many, in a row, after which the user is told.
 MOST_BEHIND = 32
 
+#: The parameters of a group among which a gradient is looked for.
+LOOKED_AT = 8
+
 _ONCE = "call scheduler.step() once after each optimizer.step()"
 
 
@@ -93,8 +96,8 @@ class StepCount:
             f"{_ONCE}. Accelerate steps a prepared scheduler once per process: use "
             "hdet_kernels.integrations.accelerate.prepare(). With gradient accumulation, step it with the optimizer"
         )
-        now = _trace(first_gradient(groups))
-        if self._gradient and now and now[0]() is self._gradient[0]() and now[1] == self._gradient[1]:
+        last, now = self._gradient, first_gradient(groups)
+        if last is not None and now is not None and now is last[0]() and times_written(now) == last[1]:
             raise RuntimeError(
                 f"rank {rank}: scheduler.step() was called {self._after_optimizer + 1} times after one "
                 f"optimizer.step(), with no new gradient in between: {remedy}"
@@ -123,7 +126,12 @@ class StepCount:
 
 
 def first_gradient(groups: Iterable[dict[str, Any]]) -> Tensor | None:
-    return next((param.grad for group in groups for param in group["params"] if param.grad is not None), None)
+    """Return the gradient of one of the first parameters of a group; None if they have none.
+
+    Where gradients are cleared before the scheduler steps, a search through all parameters would be most of its time.
+    """
+    params = (param for group in groups for param in group["params"][:LOOKED_AT])
+    return next((gradient for param in params if (gradient := param.grad) is not None), None)
 
 
 def _trace(gradient: Tensor | None) -> tuple[TensorWeakRef, int] | None:

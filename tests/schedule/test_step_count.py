@@ -235,3 +235,17 @@ def test_one_without_a_gradient_and_a_loss_is_noticed_at_the_sync() -> None:
 def test_one_that_may_be_an_overflow_is_no_error() -> None:
     """A GradScaler skips steps on one rank of local gradients, and a loss is recorded for them."""
     assert TOO_OFTEN[("with a loss",)] == [None, None]
+
+
+def test_few_parameters_are_asked_for_a_gradient() -> None:
+    """Else the time of a scheduler step after ``zero_grad()`` would grow with the number of tensors."""
+    asked = []
+
+    class Asked(nn.Parameter):
+        @property
+        def grad(self) -> None:  # type: ignore[override]
+            asked.append(self)
+
+    groups = [{"params": [Asked(torch.zeros(1)) for _ in range(100)]} for _ in range(2)]
+    assert guards.first_gradient(groups) is None
+    assert len(asked) == 2 * guards.LOOKED_AT < 100
