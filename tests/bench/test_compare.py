@@ -50,7 +50,7 @@ def test_ratio_is_judged_by_the_spread_of_both_runs(
     assert [change.verdict for change in compare.compare(before, after, least=0.2)] == ["same"] * 2
 
 
-def test_a_peer_that_became_faster_is_told_from_a_step_that_became_slower() -> None:
+def test_a_step_that_became_slower_is_worse_beside_the_copy_too() -> None:
     old, new = (
         ratios(step_entry("hdet-cpp", ours, share=1 / ours), step_entry("torch-fused", 2.0)) for ours in (1.0, 1.1)
     )
