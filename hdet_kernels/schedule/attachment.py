@@ -135,10 +135,10 @@ class Attachment:
             writer.look(pairs)
 
     @not_compiled
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if (writer := self._writer()) is not None:
             writer.looked()  # not before: a step that another hook makes fail may be repeated
-            writer.steps.optimizer_stepped()
+            writer.steps.optimizer_stepped(optimizer.param_groups)
 
     @not_compiled
     def _after_load(self, _: Optimizer) -> None:

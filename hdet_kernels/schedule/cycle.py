@@ -272,7 +272,7 @@ class Cycle:
         """
         self._check_step(last_step)
         checked = None if loss is None else checked_loss(loss, "the loss", self.ensemble.rows)
-        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
+        self.steps.check(self.ensemble.rank)
         step = self.step + 1
         syncs = self.run.syncs_at(step)
         applies = self.overlapping is not None and (syncs or step >= self.overlapping.due)
@@ -291,7 +291,7 @@ class Cycle:
         self.step = step
         begins = self._begin_anew()
         self.averaged = syncs and self.overlapping is None
-        self.steps.scheduler_stepped(self.optimizer.param_groups)
+        self.steps.scheduler_stepped()
         if syncs or begins:
             self.window.clear()
             self.steps.synced()

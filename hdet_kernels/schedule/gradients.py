@@ -164,7 +164,7 @@ class Displacement:
         return [[p.clone() for p in group] for group in self._parameters()]
 
     def _device(self) -> torch.device:
-        return next(param.device for group in self._parameters() for param in group)
+        return next(param.device for group in self.optimizer.param_groups for param in group["params"])
 
     def turn(self, rows: Tensor | None = None) -> MeasuredSlopes | None:
         """End a cycle: return the slopes that were measured in it, if any, and note its displacement.

@@ -32,9 +32,6 @@ FEWEST_REPEATS, MOST_AHEAD = 3, 8
 #: Optimizer steps too many, in a row, after which the user is told.
 MOST_BEHIND = 32
 
-#: The parameters of a group among which a gradient is looked for.
-LOOKED_AT = 8
-
 _ONCE = "call scheduler.step() once after each optimizer.step()"
 
 
@@ -58,15 +55,23 @@ class StepCount:
         self._behind = 0  # optimizer steps too many, in a row
         self._after_optimizer = 0  # scheduler steps since the last optimizer step
         self._after_scheduler = 0  # optimizer steps since the last scheduler step
-        self._gradient: tuple[TensorWeakRef, int] | None = None
+        self._param: Tensor | None = None  # one that had a gradient at the last step of the optimizer
+        self._gradient: tuple[TensorWeakRef, int] | None = None  # that it had at the last step of the scheduler
 
     @property
     def counts(self) -> bool:
         """Whether every step of the optimizer is seen."""
         return self.seen and not self._captured
 
-    def optimizer_stepped(self) -> None:
-        """Count a step of the optimizer; warn once if the scheduler is not stepped."""
+    def optimizer_stepped(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Count a step of the optimizer; warn once if the scheduler is not stepped.
+
+        The gradients are there now. When the scheduler steps they may be cleared, and to find that of all parameters
+        would take most of its time: one is remembered here.
+        """
+        if self._param is None or self._param.grad is None:
+            params = (param for group in groups for param in group["params"])
+            self._param = next((param for param in params if param.grad is not None), None)
         self._captured = self._captured or _capturing()
         self.seen = True
         self.since_sync += 1
@@ -84,7 +89,7 @@ class StepCount:
                 *(self._behind, _ONCE),
             )
 
-    def check(self, groups: Iterable[dict[str, Any]], rank: int) -> None:
+    def check(self, rank: int) -> None:
         """Raise RuntimeError if a scheduler step now is one too many.
 
         Either the gradient is still that of the last scheduler step, and no optimizer step came in between; or several
@@ -96,7 +101,7 @@ class StepCount:
             f"{_ONCE}. Accelerate steps a prepared scheduler once per process: use "
             "hdet_kernels.integrations.accelerate.prepare(). With gradient accumulation, step it with the optimizer"
         )
-        last, now = self._gradient, first_gradient(groups)
+        last, now = self._gradient, self._present()
         if last is not None and now is not None and now is last[0]() and times_written(now) == last[1]:
             raise RuntimeError(
                 f"rank {rank}: scheduler.step() was called {self._after_optimizer + 1} times after one "
@@ -108,7 +113,7 @@ class StepCount:
                 f"{self._repeats} steps of the optimizer: {remedy}"
             )
 
-    def scheduler_stepped(self, groups: Iterable[dict[str, Any]]) -> None:
+    def scheduler_stepped(self) -> None:
         """Count a step of the scheduler that was finished."""
         if not self.counts:
             return
@@ -119,19 +124,14 @@ class StepCount:
         if self._after_optimizer > 1:
             self._ahead += 1
             self._repeats += self._after_optimizer == 2
-        self._gradient = _trace(first_gradient(groups))
+        self._gradient = _trace(self._present())
+
+    def _present(self) -> Tensor | None:
+        """Return the gradient that the remembered parameter has now."""
+        return None if self._param is None else self._param.grad
 
     def synced(self) -> None:
         self.since_sync = 0
-
-
-def first_gradient(groups: Iterable[dict[str, Any]]) -> Tensor | None:
-    """Return the gradient of one of the first parameters of a group; None if they have none.
-
-    Where gradients are cleared before the scheduler steps, a search through all parameters would be most of its time.
-    """
-    params = (param for group in groups for param in group["params"][:LOOKED_AT])
-    return next((gradient for param in params if (gradient := param.grad) is not None), None)
 
 
 def _trace(gradient: Tensor | None) -> tuple[TensorWeakRef, int] | None:

@@ -165,10 +165,10 @@ def test_gradients_that_tell_nothing(gradient: Callable[[], Any]) -> None:
         grad = gradient()
 
     steps, groups = StepCount(), [{"params": [Holder]}]
-    steps.optimizer_stepped()
+    steps.optimizer_stepped(groups)
     for _ in range(2):
-        steps.check(groups, 0)
-        steps.scheduler_stepped(groups)
+        steps.check(0)
+        steps.scheduler_stepped()
 
 
 @pytest.mark.full
@@ -237,15 +237,39 @@ def test_one_that_may_be_an_overflow_is_no_error() -> None:
     assert TOO_OFTEN[("with a loss",)] == [None, None]
 
 
-def test_few_parameters_are_asked_for_a_gradient() -> None:
+def test_frozen_parameters_do_not_hide_a_second_step() -> None:
+    frozen = [nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(20)]
+    optimizer = torch.optim.Adam([*frozen, weight := nn.Parameter(torch.ones(1))])
+    scheduler = one_cycle(optimizer)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    scheduler.step(1.0)
+    with pytest.raises(RuntimeError, match=ONCE):
+        scheduler.step(1.0)
+
+
+def test_one_parameter_is_asked_for_its_gradient_after_it_was_found() -> None:
     """Else the time of a scheduler step after ``zero_grad()`` would grow with the number of tensors."""
     asked = []
 
-    class Asked(nn.Parameter):
-        @property
-        def grad(self) -> None:  # type: ignore[override]
-            asked.append(self)
+    class Asked:
+        present: torch.Tensor | None = None
 
-    groups = [{"params": [Asked(torch.zeros(1)) for _ in range(100)]} for _ in range(2)]
-    assert guards.first_gradient(groups) is None
-    assert len(asked) == 2 * guards.LOOKED_AT < 100
+        @property
+        def grad(self) -> torch.Tensor | None:
+            asked.append(self)
+            return self.present
+
+    params = [Asked() for _ in range(100)]
+    steps = StepCount()
+    for _ in range(3):
+        params[-1].present = torch.ones(1)
+        steps.optimizer_stepped([{"params": params}])
+        asked.clear()
+        params[-1].present = None
+        steps.check(0)
+        steps.scheduler_stepped()
+        assert set(asked) <= {params[-1]}
+    params[-1].present = torch.ones(1)
+    steps.optimizer_stepped([{"params": params}])
+    assert set(asked) == {params[-1]}

@@ -322,7 +322,7 @@ class Scouting:
         self._check_step()
         if loss is not None:
             loss = checked_loss(loss, "the loss", self.ensemble.rows)
-        self.steps.check(self.optimizer.param_groups, self.ensemble.rank)
+        self.steps.check(self.ensemble.rank)
         unsure, ends = not self.certain or self.made == 0, self.step + 1 == self.length
         mark = self.losses.mark() if unsure or ends else None
         if loss is not None:
@@ -337,7 +337,7 @@ class Scouting:
             if mark is not None:
                 self.losses.reset(mark)
             raise
-        self.steps.scheduler_stepped(self.optimizer.param_groups)
+        self.steps.scheduler_stepped()
         if not ends:
             self._step_schedule()
         elif self.scouted.found is None:
