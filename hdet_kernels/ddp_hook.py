@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.torch_internals import has_comm_hook
+from hdet_kernels.torch_internals import after_backward, has_comm_hook
 
 #: Called with the parameters of a bucket and their averaged gradients, before ``grad`` has them.
 Listener = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
@@ -32,19 +33,27 @@ class DDPHook:
         self.group: dist.ProcessGroup | None = None
         self._all = wrapper.process_group
         self._listeners: OrderedDict[int, Listener] = OrderedDict()
+        self._at_end: OrderedDict[int, Callable[[], None]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: a copy of the model has process groups of its own, and no hook."""
         return {}
 
-    def listen(self, listener: Listener) -> RemovableHandle:
-        """Call ``listener`` as soon as the gradients of a bucket are averaged."""
-        handle = RemovableHandle(self._listeners)
-        self._listeners[handle.id] = listener
-        return handle
+    def listen(self, listener: Listener, at_end: Callable[[], None]) -> list[RemovableHandle]:
+        """Call ``listener`` when the gradients of a bucket are averaged, and ``at_end`` when ``grad`` has them all."""
+        handles = [RemovableHandle(self._listeners), RemovableHandle(self._at_end)]
+        self._listeners[handles[0].id], self._at_end[handles[1].id] = listener, at_end
+        return handles
+
+    def _end(self) -> None:
+        for at_end in list(self._at_end.values()):
+            at_end()
 
     def __call__(self, bucket: Any) -> Any:
         """Start the average of a bucket of gradients, and return the future of it."""
+        if bucket.index() == 0 and self._at_end:
+            # DDP writes ``grad`` at the end too, asked for it later: what is asked for then comes after it.
+            after_backward(partial(after_backward, self._end))
         group = self._all if self.group is None else self.group
         gradients = bucket.buffer().mul_(1 / dist.get_world_size(group))  # as DDP does without a hook
         params, parts = bucket.parameters(), bucket.gradients()

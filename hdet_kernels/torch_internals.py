@@ -42,6 +42,19 @@ def times_written(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def after_backward(call: Callable[[], object]) -> bool:
+    """Call ``call`` at the end of the backward pass that runs in this thread; return whether there is one.
+
+    ``Variable._execution_engine.queue_callback``, in torch 2.11 to 2.13, by which FSDP2 waits for its gradients.
+    Without it a change of the gradient that came last is not noticed.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
+
+
 def one_cycle_peak(scheduler: OneCycleLR) -> float:
     """Return the share of the run at which a OneCycleLR peaks: its ``_schedule_phases``, in torch 2.11 to 2.13.
 

@@ -152,6 +152,9 @@ class HDETCallback(TrainerCallback):
             see them; those of :class:`.HDETTrainer` do.
     """
 
+    #: Whether the trainer logs no norm of the gradients where there are none.
+    logs_no_norm = False
+
     def __init__(self, *, save: str = "consensus", record_losses: bool = True, log_metrics: bool = True) -> None:
         check_choice("save", save, ("consensus", "sync"))
         self.save, self.record_losses, self.log_metrics = save, record_losses, log_metrics
@@ -180,6 +183,12 @@ class HDETCallback(TrainerCallback):
         check_replicas(args, model)
         self._scheduler = _checked_scheduler(lr_scheduler, state.max_steps)
         if isinstance(optimizer := self._scheduler.cycle.optimizer, FusedOptimizer):
+            if optimizer.steps_in_backward and not self.logs_no_norm:
+                raise ValueError(
+                    "transformers' Trainer takes the norm of all gradients for its log after the backward pass, when "
+                    "in_backward has used them: train with HDETTrainer, or HDETTrainerMixin and a trainer of your own, "
+                    "which leave it out of the log; or leave out in_backward"
+                )
             clips = f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else ""
             optimizer.follow_trainer(accumulates=lambda: not GradientState().sync_gradients, clips=clips)
         self._stepped, self._averaged_at, self._rates = False, None, None
@@ -485,7 +494,15 @@ class HDETTrainerMixin(_Base):
         if self.lr_scheduler is not None and self._hdet_options != TrainerOptions(save=self._hdet_options.save):
             raise ValueError("hdet= is for the scheduler that the trainer builds, got optimizers=(…, scheduler) too")
         self._hdet = HDETCallback(save=self._hdet_options.save, record_losses=False)
+        self._hdet.logs_no_norm = True
         self.add_callback(self._hdet)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the gradients for the log: none where ``in_backward`` has used them by then."""
+        own = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(own, FusedOptimizer) and own.steps_in_backward:
+            return None
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and note what it wraps: the trainer keeps that only after it has a scheduler."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
@@ -35,7 +35,7 @@ from hdet_kernels.optim.group_entries import (
     replica_groups,
     shares_moments,
 )
-from hdet_kernels.optim.in_backward import BackwardSteps, take_over
+from hdet_kernels.optim.in_backward import BackwardSteps, SettingsBefore, take_over, was_changed
 from hdet_kernels.optim.loading import complete_groups, fit_state, loaded_through, prepare_state_dict, unwrap_tensors
 from hdet_kernels.optim.options import (
     Options,
@@ -100,7 +100,7 @@ class FusedOptimizer(Optimizer):
     _early: BackwardSteps | None = None
 
     #: Of its clipping by the norm before: the norms of the parts of this step, and the norm of the last one.
-    _norms: list[tuple[Tensor, Divided]]
+    _norms: list[tuple[Part, Tensor, Divided]]
     _previous_norm: Tensor | None
 
     #: Whether the warning about replaced fixed gradients was logged.
@@ -192,16 +192,32 @@ class FusedOptimizer(Optimizer):
             loss = self._run(closure)
         if self._early is not None:
             self._refuse_scaler()
-            self._early.count_rest(self)
+            if self._early.begun:
+                if self._watch.regrouped(self.param_groups, lists_only=True):
+                    self._refuse_in_mid_step("another list of parameters in param_groups")
+                self._notice_moved_parameters()
+            self._early.check_untouched()
         self.begin_step()
         if (early := self._early) is None:
             self.step_parts([(flat, part) for flat in self._flat_groups for part in flat.parts], GRAD)
             return loss
-        early.check_untouched()
         self.step_parts(early.parts_left(), early.gradient_left)
         self._remember_norm()
         early.end_step(self)
         return loss
+
+    def _refuse_in_mid_step(self, what: str) -> None:
+        """Raise RuntimeError if some parameters have taken a step that others have not."""
+        if self._early is not None and (stepped := self._early.stepped):
+            raise RuntimeError(
+                f"{what} between backward() and step(), when in_backward has stepped {stepped} of "
+                f"{len(self.buckets.params)} parameters: wait for step(). After a backward pass that raised, load a "
+                "checkpoint, or call zero_grad() to go on with the parameters as they are"
+            )
+
+    def note_settings(self) -> SettingsBefore:
+        """Note the hyperparameters; return a function that tells later what was changed in them since."""
+        return self._hyperparameters.note()
 
     def _refuse_scaler(self) -> None:
         if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
@@ -237,6 +253,9 @@ class FusedOptimizer(Optimizer):
             gradient_of: returns the gradient of a parameter, or None.
         """
         found = self._gradients(parts, gradient_of)
+        if self._early is not None and self._early.settings.clip == "tensor" and self._max_grad_norm is not None:
+            for flat, part, present in found:
+                flat.clip_each(part, present, self._max_grad_norm)
         for flat, part, present in found:
             if flat.slots_without_entry:
                 self._tell_options_without_effect()
@@ -256,7 +275,7 @@ class FusedOptimizer(Optimizer):
             norm = None
             if self._early.settings.clip == "previous" and self._max_grad_norm is not None:
                 norm = self._previous_norm
-                self._norms += norms_of(found)
+                self._norms += [(each[1], *norm) for each in found for norm in norms_of([each])]
             return NO_SCALARS if norm is None else ops.Scalars(norm=norm)
         norm = joint_norm(norms_of(found)) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -264,8 +283,10 @@ class FusedOptimizer(Optimizer):
 
     def _remember_norm(self) -> None:
         """Keep the norm of this step's gradients, with which the next ones are clipped, if it is finite."""
-        norms, self._norms = self._norms, []
-        norm = joint_norm(norms)
+        # In an order of their own: that in which they came differs between processes, and so would the last bits.
+        order = {part: number for number, part in enumerate(p for flat in self._flat_groups for p in flat.parts)}
+        norms, self._norms = sorted(self._norms, key=lambda norm: order[norm[0]]), []
+        norm = joint_norm([(norm, divided) for _, norm, divided in norms])
         if norm is None:
             return
         if self._previous_norm is None or self._previous_norm.shape != norm.shape:  # or the state was separated
@@ -327,7 +348,7 @@ class FusedOptimizer(Optimizer):
         # At the first step: until then the model may still be converted.
         if not self._told:
             self._told = True
-            if self._max_grad_norm is None and any(map(_was_changed, self.buckets.params)):
+            if self._max_grad_norm is None and any(map(was_changed, self.buckets.params)):
                 log.warning(
                     "the gradients of the stack were changed after stack.backward(): clip_grad_norm_ takes the norm of "
                     "all replicas together; leave it out and pass max_grad_norm= to the optimizer, which clips each "
@@ -345,7 +366,20 @@ class FusedOptimizer(Optimizer):
             self._step_supports_amp_scaling = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as torch.optim does; with ``gradients="fixed"`` always by filling them with zeros."""
+        """Clear the gradients as torch.optim does; with ``gradients="fixed"`` always by filling them with zeros.
+
+        With ``in_backward``, forget a backward pass that ``step()`` has not ended. What it has stepped stays so.
+        """
+        if self._early is not None:
+            if stepped := self._early.stepped:
+                log.warning(
+                    "zero_grad() between backward() and step(): %d of %d parameters have taken this step in the "
+                    "backward pass (in_backward), and keep it; the others have not. Load a checkpoint to undo it",
+                    stepped,
+                    len(self.buckets.params),
+                )
+            self._norms = []
+            self._early.cancel()
         if not self._fixed:
             return super().zero_grad(set_to_none)
         self._notice_regrouped_parameters()
@@ -453,6 +487,7 @@ class FusedOptimizer(Optimizer):
             self._previous_norm = None  # there was one for each replica
 
     def state_dict(self) -> dict[str, Any]:
+        self._refuse_in_mid_step("state_dict()")
         self._notice_regrouped_parameters()
         if self._state_views.any_replaced():
             self._state_views.adopt()
@@ -462,6 +497,7 @@ class FusedOptimizer(Optimizer):
         return saved
 
     def add_param_group(self, param_group: Group) -> None:
+        self._refuse_in_mid_step("add_param_group()")
         if isinstance(param_group, dict):  # torch refuses other types
             check_params(param_group.get("params"))
         super().add_param_group(param_group)
@@ -487,6 +523,7 @@ class FusedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_in_mid_step("a copy of the optimizer")
         return super().__getstate__() | {
             "_max_grad_norm": self._max_grad_norm,
             "options": self.options,
@@ -502,6 +539,9 @@ class FusedOptimizer(Optimizer):
                 state["state"][param] = fit_state(entries, param)
         built = hasattr(self, "_flat_groups")
         if built:
+            if self._early is not None:
+                self._norms = []
+                self._early.cancel()
             self._notice_regrouped_parameters()
             self.rehome()
         norms = [group.pop(PREVIOUS_NORM, None) for group in state["param_groups"]]
@@ -622,12 +662,36 @@ class HyperparameterWriter:
         self.optimizer, self.flat_groups, self.state_views = optimizer, flat_groups, state_views
         self.replicas = optimizer.buckets.replicas
         self._tables = list({id(flat.table): flat.table for flat in flat_groups}.values())
-        self._values_of = itemgetter(*(name for name in optimizer.defaults if name not in IMPLEMENTATION_OPTIONS))
+        self._names = [name for name in optimizer.defaults if name not in IMPLEMENTATION_OPTIONS]
+        self._values_of = itemgetter(*self._names)
         self._written: list[Any] | None = None
 
     def invalidate(self) -> None:
         """Write everything again the next time."""
         self._written = None
+
+    def note(self) -> SettingsBefore:
+        """Note all hyperparameters; return a function that tells which was changed since, and how."""
+        optimizer = self.optimizer
+        groups, limit = list(optimizer.param_groups), optimizer.max_grad_norm
+        noted = [(*self._values_of(group), group.get(PER_REPLICA)) for group in groups]
+        tensors = [value for values in noted for value in _flattened(values) if isinstance(value, Tensor)]
+        versions = list(map(times_written, tensors))
+
+        def changed() -> str | None:
+            if optimizer.max_grad_norm != limit:
+                return f"max_grad_norm was changed from {limit} to {optimizer.max_grad_norm}"
+            written = {id(tensor) for tensor, n in zip(tensors, versions, strict=True) if times_written(tensor) != n}
+            for number, (group, before) in enumerate(zip(groups, noted, strict=True)):
+                now = (*self._values_of(group), group.get(PER_REPLICA))
+                if not written and all(map(is_, now, before)):
+                    continue
+                for name, new, old in zip((*self._names, PER_REPLICA), now, before, strict=True):
+                    if not _is_as_before(new, old, written):
+                        return f"{name} of parameter group {number} was changed from {old!r} to {new!r}"
+            return None
+
+        return changed
 
     def write(self) -> None:
         """Bring the hyperparameters to the devices."""
@@ -682,6 +746,15 @@ def _are_same(values: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     return len(values) == len(before) and all(map(is_, values, before))
 
 
+def _is_as_before(now: Any, before: Any, written: Collection[int]) -> bool:
+    """Return whether a hyperparameter has its value of before; ``written`` are tensors that were written since."""
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(_is_as_before(*pair, written) for pair in zip(now, before, strict=True))
+    if isinstance(now, Tensor) or isinstance(before, Tensor):
+        return now is before and id(now) not in written
+    return bool(now is before or now == before)
+
+
 def _only_usual_floats_changed(values: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
     """Return whether every hyperparameter is the same object as before, or a float in the place of a float.
 
@@ -710,9 +783,3 @@ def _flattened(values: Iterable[Any]) -> Iterator[Any]:
             yield from _flattened(value)
         else:
             yield value
-
-
-def _was_changed(param: Tensor) -> bool:
-    """Return whether somebody has written to the local gradient of a stacked parameter since its backward pass."""
-    known = getattr(param, "gradient_version", None)
-    return known is not None and param.grad is not None and times_written(param.grad) != known

@@ -284,6 +284,18 @@ class FlatGroup:
         rows = self.replicas if self._has_separate_states else None
         return ops.grad_norm(part.chunks, grads, rows=rows, backend=self.options.backend)
 
+    def clip_each(self, part: Part, grads: MatchedGradients, limit: float) -> None:
+        """Scale every gradient of a part down to the norm ``limit``, in place."""
+        present = [grad for grad in grads.tensors if grad is not None]
+        if not present:
+            return
+        dtype = torch.promote_types(self.flat.dtype, torch.float32)
+        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=dtype) for grad in present])
+        if self.divided:  # all processes have the same parameters
+            norms = norm_over_meshes([(norms, self.divided)])
+        for grad, factor in zip(present, (limit / (norms + 1e-6)).clamp(max=1.0).unbind(), strict=True):
+            grad.mul_(factor)
+
     def step(self, part: Part, grads: MatchedGradients, scalars: ops.Scalars) -> None:
         """Update the parameters of a part that have a gradient, in one launch."""
         if self._chosen_backend != chosen():

@@ -18,13 +18,16 @@ arrived             its gradient is complete: autograd, FSDP2, or the all-reduce
 stepped             its part was stepped in this backward pass
 =================== ====================================================================================================
 
-Between ``backward()`` and ``step()`` nothing may need gradients any more. Wherever something may change them there,
-``step()`` alone takes the first step, and what was changed raises: :meth:`BackwardSteps.check_untouched`.
+Between ``backward()`` and ``step()`` nothing may change gradients, learning rates or parameter groups any more: what
+was stepped has used them. The parts that were complete last are always left for ``step()``, so that a change is seen
+there, at every step, and raises: :meth:`BackwardSteps.check_untouched`. Wherever a change is likely, ``step()`` alone
+takes the first step, and nothing has moved by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,22 +44,32 @@ from hdet_kernels.ddp_hook import hook_of
 from hdet_kernels.optim.flat_group import GRAD, FlatGroup, GradientOf, Part
 from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
-from hdet_kernels.tensors import checksum
-from hdet_kernels.torch_internals import times_written
+from hdet_kernels.tensors import checksum, replicas_of
+from hdet_kernels.torch_internals import after_backward, times_written
+
+log = logging.getLogger("hdet_kernels")
 
 WAITING, ARRIVED, STEPPED = range(3)
+
+#: Returns what was changed in the hyperparameters since they were noted; None if nothing was.
+SettingsBefore = Callable[[], str | None]
+
+#: How many gradients of distributed parameters are compared by their values.
+NOTED_VALUES = 4
+
+#: What is compared of a gradient: how often it was written in place, and where it is.
+Trace = tuple[int, int, int]
 
 
 class SteppingOptimizer(Protocol):
     """The members of :class:`.base.FusedOptimizer` that step a part."""
 
     @property
-    def max_grad_norm(self) -> float | None: ...
-    @property
     def accumulates(self) -> Callable[[], bool] | None: ...
 
     def begin_step(self) -> None: ...
     def step_parts(self, parts: Sequence[tuple[FlatGroup, Part]], gradient_of: GradientOf) -> None: ...
+    def note_settings(self) -> SettingsBefore: ...
 
 
 class BackwardSteps:
@@ -99,15 +112,20 @@ class BackwardSteps:
         self._order: list[int] = []
         self._order_before: list[int] = []
         self._completed_before: dict[int, list[int]] = {}
-        # Of the first step: gradients as they came, by what changes with them, and a checksum; and the one that came
-        # last, on which hooks of the user may still run.
-        self._seen: list[tuple[int, tuple[int, int], Tensor]] | None = []
+        # Of the backward pass that steps: the hyperparameters, whether its end will be told, the gradient that came
+        # last, on which hooks of the user may still run, and the gradients that it left.
+        self._settings: SettingsBefore | None = None
+        self._end_is_told = False
         self._last: int | None = None
+        self._noted: dict[int, Trace] = {}
+        self._values = _NotedValues()
+        self._is_first = True
         self._handles: list[RemovableHandle] = []
         if settings.model is None:
             self._watch(range(len(self._params)))
         else:
-            self._handles.append(hook_of(settings.model).listen(partial(_arrive_bucket, weakref.ref(self))))
+            own = weakref.ref(self)
+            self._handles += hook_of(settings.model).listen(partial(_arrive_bucket, own), partial(_note_left, own))
         weakref.finalize(optimizer, _remove, self._handles).atexit = False
         _ALL.add(self)
 
@@ -138,11 +156,12 @@ class BackwardSteps:
         """Return whether something unnoticed may change gradients before ``step()``.
 
         A GradScaler unscales those of float32 parameters, DistributedDataParallel averages those of several processes.
+        One that is known keeps all gradients anyway.
         """
         params = self._params
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        averaged = not alone and self.settings.model is None and not any(map(is_distributed, params))
-        return averaged or any(param.dtype == torch.float32 for param in params)
+        averaged = not alone and not any(map(is_distributed, params))
+        return averaged or self.settings.model is not None or any(param.dtype == torch.float32 for param in params)
 
     # What a backward pass calls
 
@@ -166,25 +185,31 @@ class BackwardSteps:
             return
         with self._lock:
             self._check_waits(index)  # before a part is stepped, whose gradients may be those of two passes
+            if self._settings is None:
+                self._settings = optimizer.note_settings()
+            if not self._end_is_told:
+                self._end_is_told = after_backward(partial(_note_left, weakref.ref(self)))
+            # DistributedDataParallel, if it is not known, averages at the end.
+            if self._is_first or not self._end_is_told:
+                self._note(self._last)
+            self._last = index
             if not self._completed_before:
                 self._order.append(index)
             for part in self._completed_before.get(index, ()):
-                self._count_part(part, optimizer)
+                self._count_part(part)
             if self._ready and not self._step_is_held():
                 self._step_ready(optimizer, param.device)
-            self._count([index], optimizer)
-            if self._seen is not None:
-                self._see(index)
+            self._count([index])
 
-    def _count_part(self, part: int, optimizer: SteppingOptimizer) -> None:
+    def _count_part(self, part: int) -> None:
         """Count the gradients of a part that no hook has told of."""
         members = range(len(self._params))[self._members[part]]
         states, params = self._states, self._params
-        self._count([i for i in members if states[i] == WAITING and params[i].grad is not None], optimizer)
+        self._count(i for i in members if states[i] == WAITING and params[i].grad is not None)
 
     def arrive_bucket(self, optimizer: SteppingOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Note averaged gradients of DDP, and step the parts that are complete."""
-        if self._is_accumulating(optimizer) or self._step_is_held():
+        """Note averaged gradients of DDP, and step the parts that are complete but the last."""
+        if self._is_accumulating(optimizer):
             return
         assert self.settings.model is not None
         if self.settings.model.find_unused_parameters:
@@ -192,26 +217,43 @@ class BackwardSteps:
         with self._lock:
             pairs = ((self._index.get(id(param)), grad) for param, grad in zip(params, grads, strict=True))
             of_bucket = {index: grad for index, grad in pairs if index is not None}  # else another optimizer's
+            if self._settings is None:
+                self._settings = optimizer.note_settings()
             self._given |= of_bucket
-            self._count(of_bucket, optimizer)
-            self._step_ready(optimizer, grads[0].device)
+            self._count(of_bucket)
+            if not self._step_is_held():
+                last = self._ready[-1:]  # of the last bucket this is what is left for step()
+                del self._ready[-1:]
+                self._step_ready(optimizer, grads[0].device)
+                self._ready += last
 
-    def _see(self, index: int) -> None:
-        """Remember the gradient that came before this one; a single one at once, because none follows it."""
-        due = index if len(self._params) == 1 else self._last
-        self._last = index
-        if self._seen is not None and due is not None and (grad := self._params[due].grad) is not None:
-            self._seen.append((due, _trace(grad), checksum(part_of(grad))))
+    def note_left(self) -> None:
+        """Note the gradients that a backward pass has left for ``step()``, now that nothing of torch changes them."""
+        with self._lock:
+            self._end_is_told = False
+            if self._settings is None:
+                return  # it accumulated
+            # Where few parameters have hooks, gradients are not accumulated: those that are there are complete.
+            known = bool(self._completed_before)
+            for index, (state, param) in enumerate(zip(self._states, self._params, strict=True)):
+                if param.grad is not None and (state == ARRIVED or (known and state == WAITING)):
+                    self._note(index)
+            if any(map(is_distributed, self._params)):
+                self._values.note(grad for index in self._noted if (grad := self._params[index].grad) is not None)
 
-    def _count(self, indices: Iterable[int], optimizer: SteppingOptimizer) -> None:
-        """Note complete gradients, clip each if asked for, and note the parts of which all have come."""
+    def _note(self, index: int | None) -> None:
+        """Note the gradient of a parameter as it is, once in a step. A stack does so itself."""
+        if index is None or index in self._noted or replicas_of(self._params[index]) is not None:
+            return
+        if (grad := self._params[index].grad) is not None:
+            self._noted[index] = _trace(grad)
+
+    def _count(self, indices: Iterable[int]) -> None:
+        """Note complete gradients, and the parts of which all have come."""
         states, waiting = self._states, self._waiting_for
-        clips = optimizer.max_grad_norm if self.settings.clip == "tensor" else None
         for index in indices:
             self._check_waits(index)
             states[index] = ARRIVED
-            if clips is not None:
-                self._clip(index, clips)
             part = self._part_of[index]
             waiting[part] -= 1
             if waiting[part] <= 0 and all(states[each] != WAITING for each in self._together[part]):
@@ -221,18 +263,14 @@ class BackwardSteps:
         """Raise RuntimeError if the gradient of this parameter has come before."""
         if self._states[index] != WAITING:
             raise RuntimeError(
-                "a second backward pass before optimizer.step() reached a parameter of shape "
-                f"{tuple(self._params[index].shape)}, which in_backward steps in the first: run the passes before the "
+                f"a second backward pass before optimizer.step() reached {self._named(index)}, which in_backward steps "
+                "in the first: run the passes before the "
                 "last inside of `with optimizer.accumulate():`, add the losses and call backward() once, or build the "
-                "optimizer without in_backward. If one of another package has taken its place, delete it and call "
-                "gc.collect()"
+                "optimizer without in_backward. Layers that several activation checkpoints share need "
+                "use_reentrant=False. After a backward pass that raised, load a checkpoint, or call "
+                "optimizer.zero_grad() to go on with the parameters as they are. If an optimizer of another package "
+                "has taken the place of this one, delete it and call gc.collect()"
             )
-
-    def _clip(self, index: int, norm: float) -> None:
-        if (grad := self._given.get(index)) is None:
-            torch.nn.utils.clip_grad_norm_([self._params[index]], norm)
-        else:
-            grad.mul_((norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
 
     @torch.no_grad()
     def _step_ready(self, optimizer: SteppingOptimizer, device: torch.device) -> None:
@@ -241,9 +279,11 @@ class BackwardSteps:
         if not ready:
             return
         self._ready = [part for part in self._ready if part not in ready]
-        optimizer.begin_step()
-        if self._removed:
-            return  # parameters were regrouped: step() takes all of them
+        if not self.begun:
+            optimizer.begin_step()
+            if self._removed:
+                return  # parameters were regrouped: step() takes all of them
+            self._settings = optimizer.note_settings()  # a scheduler may have written some
         for part in ready:
             (flat, number), members = self._parts[part], self._members[part]
             all_came = not self._given and WAITING not in self._states[members]
@@ -267,18 +307,49 @@ class BackwardSteps:
 
     # What optimizer.step() calls
 
-    def count_rest(self, optimizer: SteppingOptimizer) -> None:
-        """Count the gradients that no hook has told of, where that matters before they are used.
+    def check_untouched(self) -> None:
+        """Compare with what the backward pass has used, before ``step()`` uses the rest.
 
         Raises:
-            RuntimeError: some are of a second backward pass.
+            RuntimeError: there are gradients of a second backward pass, or gradients, hyperparameters or parameter
+                groups were changed after the backward pass.
         """
         for part, members in enumerate(self._members if self._completed_before else ()):
             for index, param in enumerate(self._params[members], members.start) if self._is_stepped(part) else ():
                 if param.grad is not None:
                     self._check_waits(index)
-            if self.settings.clip == "tensor":
-                self._count_part(part, optimizer)
+        if self._settings is None:
+            return  # all gradients are accumulated, or set by hand: none was used
+        if (setting := self._settings()) is not None:
+            raise RuntimeError(
+                f"{setting} between backward() and step(), and in_backward has used what was there before: change it "
+                f"before backward(), or after step(){self._what_is_lost()}"
+            )
+        changed = next(filter(self._was_changed, range(len(self._params))), None)
+        if changed is not None or self._values.were_changed(wait=self._is_first):
+            which = "gradients were" if changed is None else f"the gradient of {self._named(changed)} was"
+            raise RuntimeError(
+                f"{which} changed between backward() and step(), when in_backward has used others already: for "
+                "clip_grad_norm_ pass "
+                'max_grad_norm= and in_backward=InBackward(clip="previous"), for DistributedDataParallel '
+                "in_backward=InBackward(model=model), in the place of a GradScaler train in bfloat16"
+                f"{self._what_is_lost()}"
+            )
+
+    def _named(self, index: int) -> str:
+        return f"a parameter of shape {tuple(self._params[index].shape)}"
+
+    def _was_changed(self, index: int) -> bool:
+        """Return whether somebody has written or dropped a gradient that the backward pass has left."""
+        if (trace := self._noted.get(index)) is not None and self._states[index] != STEPPED:
+            grad = self._params[index].grad
+            return grad is None or _trace(grad) != trace
+        return was_changed(self._params[index])
+
+    def _what_is_lost(self) -> str:
+        if not (stepped := self.stepped):
+            return ""
+        return f". {stepped} of {len(self._params)} parameters have taken this step: go on from a checkpoint"
 
     def _is_stepped(self, part: int) -> bool:
         """Return whether any parameter of a part was stepped since the last ``step()``."""
@@ -303,21 +374,6 @@ class BackwardSteps:
     def _gradient_left(self, param: Tensor) -> Tensor | None:
         return None if self._states[self._index[id(param)]] == STEPPED else param.grad
 
-    def check_untouched(self) -> None:
-        """Raise RuntimeError if, at the first step, gradients were changed after the backward pass."""
-        for index, trace, number in self._seen or ():
-            grad = self._params[index].grad
-            if self._states[index] == STEPPED or grad is None:
-                continue
-            # Some trainers clip to infinity, to log the norm: that writes the same values.
-            if _trace(grad) != trace and not torch.equal(checksum(part_of(grad)), number):
-                raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(grad.shape)} was changed between backward() and "
-                    "step(), when in_backward has used it: for clip_grad_norm_ pass max_grad_norm= and "
-                    'in_backward=InBackward(clip="previous"), for DistributedDataParallel '
-                    "in_backward=InBackward(model=model), in the place of a GradScaler train in bfloat16"
-                )
-
     def end_step(self, optimizer: SteppingOptimizer) -> None:
         """Release the gradients, and wait for the next backward pass."""
         for param in () if self._removed else self._params:
@@ -329,10 +385,22 @@ class BackwardSteps:
             came = [sum(map(bool, self._states[members])) for members in self._members]
             self._expected = [now or before for now, before in zip(came, self._expected, strict=True)]
             self._learn_order(optimizer)
+        self._is_first = False
+        self._begin_anew()
+        self._holds = False
+
+    def _begin_anew(self) -> None:
         self._waiting_for = list(self._expected)
         self._states = [WAITING] * len(self._params)
-        self._ready, self._given, self._seen, self._last = [], {}, None, None
-        self._holds = self.begun = False
+        self._ready, self._given, self._noted, self._settings, self._last = [], {}, {}, None, None
+        self._end_is_told = self.begun = False
+        self._values.forget()
+
+    def cancel(self) -> None:
+        """Forget a backward pass that no ``step()`` will end, because it raised, or its gradients are not wanted."""
+        if self._settings is not None:
+            self._order = []
+            self._begin_anew()
 
     def _watch_all(self) -> None:
         self._order, self._order_before, self._completed_before = [], [], {}
@@ -369,10 +437,63 @@ def take_over(params: Iterable[Tensor]) -> None:
             steps.remove()
 
 
-def _trace(gradient: Tensor) -> tuple[int, int]:
-    """Return how often a gradient was written in place, and where it is."""
+class _NotedValues:
+    """Gradients of distributed parameters as they were, by their values: torch does not count writes by ``_foreach``.
+
+    On a GPU the answer comes back while the host goes on, so that a change is told at the next step.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._before: Tensor | None = None
+        self._answer: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def note(self, gradients: Iterable[Tensor]) -> None:
+        """Note the smallest of some gradients: what clips scales all of them."""
+        parts = [part for grad in gradients if (part := part_of(grad)).numel()]
+        self._parts = sorted(parts, key=Tensor.numel)[:NOTED_VALUES]
+        self._before = self._now()
+
+    def forget(self) -> None:
+        """Forget the gradients."""
+        self._parts, self._before = [], None
+
+    @torch.no_grad()
+    def _now(self) -> Tensor | None:
+        if not self._parts or (self._parts[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        return torch.stack([checksum(part).to(self._parts[0].device) for part in self._parts])
+
+    def were_changed(self, *, wait: bool) -> bool:
+        """Return whether they were changed since, or those of the step before; ``wait`` for what the device says."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer[1].synchronize()
+            if bool(answer[0]):
+                return True
+        if self._before is None or (now := self._now()) is None:
+            return False
+        differ = ~((now == self._before) | (now.isnan() & self._before.isnan())).all()
+        if wait or not differ.is_cuda:
+            return bool(differ)
+        told, done = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        told.copy_(differ, non_blocking=True)
+        done.record()
+        self._answer = told, done
+        return False
+
+
+def _trace(gradient: Tensor) -> Trace:
+    """Return how often a gradient, and this process's part of it, was written in place, and where it is."""
     part = part_of(gradient)
-    return times_written(part), part.data_ptr() if part.layout is torch.strided else id(part)
+    address = part.data_ptr() if part.layout is torch.strided else id(part)
+    return times_written(gradient), times_written(part), address
+
+
+def was_changed(param: Tensor) -> bool:
+    """Return whether somebody has written to the gradient of a stacked parameter since its backward pass."""
+    known = getattr(param, "gradient_version", None)
+    return known is not None and param.grad is not None and times_written(param.grad) != known
 
 
 def _arrive(steps: weakref.ref[BackwardSteps], index: int, param: Tensor) -> None:
@@ -384,6 +505,11 @@ def _arrive(steps: weakref.ref[BackwardSteps], index: int, param: Tensor) -> Non
 def _arrive_bucket(steps: weakref.ref[BackwardSteps], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     if (found := steps()) is not None and (optimizer := found._optimizer()) is not None:
         found.arrive_bucket(optimizer, params, grads)
+
+
+def _note_left(steps: weakref.ref[BackwardSteps]) -> None:
+    if (found := steps()) is not None:
+        found.note_left()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

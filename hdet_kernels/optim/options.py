@@ -34,8 +34,9 @@ class InBackward:
 
     Args:
         clip: how ``max_grad_norm`` is meant, because the norm of all gradients is not known before the last of them.
-            ``"previous"`` scales by the norm that the gradients had at the step before; the first step is not clipped,
-            and a norm that is not finite is not remembered. ``"tensor"`` clips every gradient by its own norm.
+            ``"previous"`` scales by the norm that the gradients had at the step before; so it clips neither the first
+            step nor a jump, and a norm that is not finite is not remembered. ``"tensor"`` clips every gradient by its
+            own norm.
         model: the ``DistributedDataParallel`` that the parameters are in. They are stepped after its all-reduce.
         chunk_bytes: bytes of gradients that are stepped at once.
     """
@@ -111,7 +112,8 @@ class Options:
             from before the step raises an error, as with torch.optim, instead of giving a wrong gradient. It takes the
             host about 0.1 µs for each parameter.
         in_backward: step parameters during the backward pass, as soon as their gradients are complete, and free the
-            gradients. ``True`` stands for ``InBackward()``.
+            gradients. ``True`` stands for ``InBackward()``. Every ``backward()`` then changes the model: one that must
+            not, as for saliency, goes into ``with optimizer.accumulate():``, and ``zero_grad()`` after it.
     """
 
     gradients: GradientStorage = "autograd"

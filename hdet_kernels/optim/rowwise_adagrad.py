@@ -178,6 +178,9 @@ class RowWiseGroup(FlatGroup):
             "row-wise Adagrad does not clip, got max_grad_norm: leave it at None, and clip by clip_grad_norm_"
         )
 
+    def clip_each(self, part: Part, grads: MatchedGradients, limit: float) -> None:
+        self.norm(part, grads)
+
     def step(self, part: Part, grads: MatchedGradients, scalars: ops.Scalars) -> None:
         """Update the rows of a part that have a gradient."""
         scalars, sums = scalars.on(self.flat.device), self.state_buffer("sum")

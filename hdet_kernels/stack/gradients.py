@@ -19,7 +19,6 @@ from hdet_kernels.converge.transport import Transport
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.stack.template import StackedParameter, empty_rows, row_strides
 from hdet_kernels.tensors import flat_view, travel_dtype
-from hdet_kernels.torch_internals import times_written
 
 
 class Collector:
@@ -90,7 +89,6 @@ class LocalGradients(Collector):
         self.collected[index] = None
         if found is not None:
             param.grad = found if param.grad is None else param.grad.add_(found)
-            param.gradient_version = times_written(param.grad)
             param.gradient_complete()
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_flag, check_kind
 from hdet_kernels.tensors import compact, distinct, has_overlap
+from hdet_kernels.torch_internals import times_written
 
 log = logging.getLogger("hdet_kernels")
 
@@ -41,7 +42,7 @@ class StackedParameter(nn.Parameter):
 
     shares_gradient: bool
     _hooks: OrderedDict[int, Callable[[Tensor], None]]
-    #: How often a local gradient was written when ``stack.backward`` was done with it; None before.
+    #: How often the gradient was written when ``stack.backward`` was done with it; None before.
     gradient_version: int | None = None
 
     def __new__(cls, data: Tensor, shares_gradient: bool = True, requires_grad: bool = True) -> StackedParameter:
@@ -72,9 +73,10 @@ class StackedParameter(nn.Parameter):
         return bool(self._hooks)
 
     def gradient_complete(self) -> None:
-        """Call the hooks."""
+        """Call the hooks, and note how often the gradient was written when they were done with it."""
         for hook in list(self._hooks.values()):
             hook(self)
+        self.gradient_version = None if self.grad is None else times_written(self.grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackedParameter:
         if id(self) not in memo:

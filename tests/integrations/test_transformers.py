@@ -146,13 +146,22 @@ def test_an_evaluation_that_missed_the_average_is_told() -> None:
 
 
 def trainer_of(
-    folder: Path, steps: int, *, name: str = "Trainer", scheduler_steps: int | None = None, **given: Any
+    folder: Path,
+    steps: int,
+    *,
+    name: str = "Trainer",
+    scheduler_steps: int | None = None,
+    in_backward: bool = False,
+    **given: Any,
 ) -> Any:
     """Return a trainer in this process alone, with the callback or as HDET's trainer."""
     model = tiny.model()
     arguments = {key: given.pop(key) for key in ("hdet", "callbacks") if key in given}
     if scheduler_steps is not None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        params = model.parameters()
+        optimizer: Any = (
+            hk.FusedAdamW(params, lr=1e-2, in_backward=True) if in_backward else torch.optim.AdamW(params, lr=1e-2)
+        )
         arguments["optimizers"] = optimizer, hk.HDETOneCycleLR(optimizer, 1e-2, scheduler_steps, sync_every=2)
     make = hf.Trainer if name == "Trainer" else hdet_hf.HDETTrainer
     args = tiny.arguments(str(folder), max_steps=steps, **given)
@@ -184,6 +193,15 @@ def test_the_history_of_the_trainer_has_what_the_controller_did(tmp_path: Path) 
     assert [line["hdet/acts"] for line in lines[6:9]] == [0, 1, 1]
 
 
+def test_no_norm_is_logged_of_gradients_that_the_backward_pass_has_used(tmp_path: Path) -> None:
+    options = {"name": "HDETTrainer", "scheduler_steps": 3, "logging_steps": 1, "max_grad_norm": 0}
+    for in_backward in (False, True):
+        trainer = trainer_of(tmp_path, 3, in_backward=in_backward, **options)
+        trainer.train()
+        lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert ["grad_norm" in line for line in lines] == [not in_backward] * 3
+
+
 def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     callback = {"callbacks": [hdet_hf.HDETCallback()]}
@@ -193,6 +211,8 @@ def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: p
         trainer_of(tmp_path, 4, scheduler_steps=2, **callback).train()
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*HDETTrainer"):
         trainer_of(tmp_path, 2, scheduler_steps=2, label_smoothing_factor=0.1, **callback).train()
+    with pytest.raises(ValueError, match=r"norm of all gradients for its log.*HDETTrainer"):
+        trainer_of(tmp_path, 2, scheduler_steps=2, in_backward=True, max_grad_norm=0, **callback).train()
     with pytest.raises(ValueError, match="save must be one of"):
         hdet_hf.HDETCallback(save="never")
     with pytest.raises(ValueError, match="leave it out of callbacks="):

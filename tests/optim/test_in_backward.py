@@ -577,6 +577,239 @@ def test_parameters_that_were_moved_or_added_between_steps() -> None:
     assert_same(plain, early, one, other)
 
 
+# Between the backward pass and the step
+
+
+def test_the_norm_is_the_same_bit_for_bit_in_whichever_order_gradients_come() -> None:
+    """As on the ranks of DDP, where the order of arrival differs."""
+
+    def run(order: int) -> tuple[list[Tensor], list[float]]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(7 + index, 5) for index in range(12))
+        settings = InBackward("previous", None, 100)
+        optimizer = FusedSGD(layers.parameters(), lr=0.1, max_grad_norm=0.01, in_backward=settings)
+        norms = []
+        for step in range(12):
+            generator = torch.Generator().manual_seed(step)
+            inputs = [torch.randn(3, 7 + index, generator=generator) for index in range(12)]
+            losses = [layers[index](inputs[index]).square().sum() for index in range(12)[::order]]
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer._previous_norm is not None
+            norms.append(float(optimizer._previous_norm))
+        return [param.detach().clone() for param in layers.parameters()], norms
+
+    (params, norms), (others, same) = run(1), run(-1)
+    assert norms == same
+    assert_equal(params, others)
+
+
+def _set_rate(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def _fill_rate(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+
+
+def _set_betas(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+def _set_norm(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    optimizer.max_grad_norm = 7.0
+
+
+def _schedule(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    """Step a scheduler that was built before, as a loop does in the wrong order."""
+    optimizer.schedule.step()  # type: ignore[attr-defined]
+
+
+def _clip(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)  # writes, though it changes no number
+
+
+def _replace_gradient(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def _drop_gradients(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    net.zero_grad()
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module, FusedOptimizer], None], str]] = {
+    "lr": (_set_rate, r"lr of parameter group 0 was changed from 0\.01 to 0\.5 .* before backward\(\)"),
+    "lr in place": (_fill_rate, "lr of parameter group 0"),
+    "betas": (_set_betas, "betas of parameter group 0"),
+    "max_grad_norm": (_set_norm, r"max_grad_norm was changed from 1\.0 to 7\.0"),
+    "scheduler": (_schedule, "lr of parameter group 0"),
+    "clip": (_clip, "max_grad_norm="),
+    "other gradients": (_replace_gradient, "max_grad_norm="),
+    "no gradients": (_drop_gradients, "max_grad_norm="),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_between_the_passes_and_the_step_raises_at_that_step(
+    change: str, steps: int, dtype: torch.dtype
+) -> None:
+    act, message = CHANGES[change]
+    net = make_net(dtype)
+    rate: Any = torch.tensor(0.01) if change == "lr in place" else 0.01
+    optimizer: Any = FusedAdamW(
+        net.parameters(), lr=rate, max_grad_norm=1.0, in_backward=InBackward("previous", None, SMALL)
+    )
+    optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for seed in range(steps):
+        train(net, optimizer, [seed])
+    before = [param.detach().clone() for param in net.parameters()]
+    loss_of(net, steps).backward()
+    held = steps == 0 and dtype == torch.float32
+    assert all(map(torch.equal, before, net.parameters())) is held
+    act(net, optimizer)
+    middle = [param.detach().clone() for param in net.parameters()]
+    with pytest.raises(RuntimeError, match=message) as error:
+        optimizer.step()
+    assert_equal(middle, net.parameters())
+    assert ("have taken this step" in str(error.value)) is not held
+
+
+def test_schedulers_and_trainers_may_set_values_before_the_backward_pass_and_after_the_step() -> None:
+    plain, early, one, other = pair(FusedAdamW, lr=0.01)
+    for net, optimizer in ((plain, one), (early, other)):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for seed in range(4):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * seed
+            train(net, optimizer, [seed])
+            schedule.step()
+    assert_same(plain, early, one, other)
+
+
+class _Broken(torch.autograd.Function):
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def _fail(net: Net, seed: int) -> None:
+    """Make a backward pass that raises when half of it is done."""
+    layer = net.layers[1]
+    forward = layer.forward
+    layer.forward = lambda x: _Broken.apply(forward(x))  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError):
+        loss_of(net, seed).backward()
+    layer.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5])
+def test_a_run_goes_on_from_a_checkpoint_after_a_backward_pass_that_raised(steps: int) -> None:
+    plain, early, one, other = pair(FusedAdamW, lr=0.01)
+    train(plain, one, range(steps + 3))
+    train(early, other, range(steps))
+    saved = saved_and_loaded(early.state_dict()), saved_and_loaded(other.state_dict())
+    _fail(early, steps)
+    early.zero_grad()
+    early.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(early, other, range(steps, steps + 3))
+    assert_same(plain, early, one, other)
+
+
+def test_zero_grad_ends_a_backward_pass_that_raised_and_says_what_was_stepped(caplog: pytest.LogCaptureFixture) -> None:
+    net = make_net()
+    optimizer = FusedAdamW(net.parameters(), lr=0.01, in_backward=EARLY)
+    train(net, optimizer, range(3))
+    assert "zero_grad" not in caplog.text, "after a step it forgets nothing"
+    _fail(net, 3)
+    optimizer.zero_grad()
+    assert "parameters have taken this step" in caplog.text
+    assert train(net, optimizer, range(4, 7))[-1] > 3
+
+
+def test_what_would_save_half_a_step_is_refused() -> None:
+    net = make_net()
+    optimizer = FusedAdamW(net.parameters(), lr=0.01, in_backward=EARLY)
+    loss_of(net, 0).backward()
+    optimizer.state_dict()  # the first step is step()'s, so nothing has moved
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(net, 1).backward()
+    for name, call in {
+        "state_dict": optimizer.state_dict,
+        "copy": lambda: copy.deepcopy(optimizer),
+        "add_param_group": lambda: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}),
+    }.items():
+        with pytest.raises(RuntimeError, match=rf"{name}.* between backward\(\) and step\(\)"):
+            call()
+    optimizer.step()
+    optimizer.state_dict()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_parameter_that_is_moved_between_the_backward_pass_and_the_step_loses_no_step(steps: int) -> None:
+    plain, early, one, other = pair(FusedAdamW, lr=0.01)
+    train(plain, one, range(steps))
+    train(early, other, range(steps))
+    loss_of(plain, steps).backward()
+    loss_of(early, steps).backward()
+    left = [name for name, param in early.named_parameters() if param.grad is not None]
+    for net, optimizer in ((plain, one), (early, other)):
+        for name in left:
+            param = net.get_parameter(name)
+            param.data = param.data * 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    assert left
+    train(plain, one, [steps + 1])
+    train(early, other, [steps + 1])
+    assert_same(plain, early, one, other)
+
+
+def test_a_layer_that_several_reentrant_checkpoints_share_is_refused_with_the_remedy() -> None:
+    plain, early, one, other = pair(FusedSGD, lr=0.1)
+
+    def shared(net: Net, reentrant: bool) -> None:
+        x = net.embedding(torch.arange(12).view(2, 6))
+        for _ in range(2):
+            x = checkpoint(net.wide, x, use_reentrant=reentrant)
+        x.square().mean().backward()
+
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        shared(early, True)
+    other.zero_grad()
+    for net, optimizer in ((plain, one), (early, other)):
+        for _ in range(3):
+            shared(net, False)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(plain, early, one, other)
+
+
+def test_a_backward_pass_that_is_not_to_step() -> None:
+    """As for saliency: it accumulates, and is cleared."""
+    plain, early, one, other = pair(FusedAdamW, lr=0.01)
+    for net, optimizer in ((plain, one), (early, other)):
+        for seed in range(4):
+            before = [param.detach().clone() for param in net.parameters()]
+            with optimizer.accumulate():
+                loss_of(net, 50 + seed).backward()
+            optimizer.zero_grad()
+            assert_equal(before, net.parameters())
+            train(net, optimizer, [seed])
+    assert_same(plain, early, one, other)
+
+
 # Schedulers and stacks
 
 
