@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,6 +44,10 @@ class DDPHook:
         self._listeners[handles[0].id], self._at_end[handles[1].id] = listener, at_end
         return handles
 
+    def _end_after_ddp(self) -> None:
+        # DDP writes ``grad`` at the end too, and has asked for it later than this: what is asked for now comes after.
+        after_backward(self._end)
+
     def _end(self) -> None:
         for at_end in list(self._at_end.values()):
             at_end()
@@ -52,8 +55,7 @@ class DDPHook:
     def __call__(self, bucket: Any) -> Any:
         """Start the average of a bucket of gradients, and return the future of it."""
         if bucket.index() == 0 and self._at_end:
-            # DDP writes ``grad`` at the end too, asked for it later: what is asked for then comes after it.
-            after_backward(partial(after_backward, self._end))
+            after_backward(self._end_after_ddp)
         group = self._all if self.group is None else self.group
         gradients = bucket.buffer().mul_(1 / dist.get_world_size(group))  # as DDP does without a hook
         params, parts = bucket.parameters(), bucket.gradients()

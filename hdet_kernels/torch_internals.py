@@ -42,7 +42,7 @@ def times_written(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
-def after_backward(call: Callable[[], object]) -> bool:
+def after_backward(call: Callable[[], None]) -> bool:
     """Call ``call`` at the end of the backward pass that runs in this thread; return whether there is one.
 
     ``Variable._execution_engine.queue_callback``, in torch 2.11 to 2.13, by which FSDP2 waits for its gradients.

@@ -19,6 +19,8 @@ Records = Sequence[Record | None]
 LOST = "{who} (?:has ended|did not come|came and then gave no sign|raised)"
 #: What it says of a process that has ended. Not to be said of one that lives.
 ENDED = re.compile(r"rank (\d+) has ended")
+#: What an error says of a step that was begun in the backward pass.
+HALF = "parameters have taken this step: go on from a checkpoint"
 #: The parts that a sync changes together.
 WHOLE = ("parameters", "buffers", "optimizer", "scheduler")
 
@@ -113,7 +115,9 @@ def _all_or_nothing(record: Record, undisturbed: Record, fault: Fault) -> list[s
         return bool(done) and all(failure.digests.get(part) == done[part] for part in WHOLE)
 
     # A step of the optimizer whose hook raises is a step; whether it was whole shows in the end of the run.
-    judged = [f for f in record.failures if not (f.call == "optimizer" and fault.then == "go on")]
+    # One that in_backward has begun cannot be taken back: its error says how much of it was made.
+    half = [f for f in record.failures if f.call == "optimizer" and (fault.then == "go on" or HALF in f.message)]
+    judged = [f for f in record.failures if f not in half]
     return [
         f"{f.call} failed after step {f.step} and changed {', '.join(f.changed)}: {f.kind}: {f.message}"
         for f in judged

@@ -6,7 +6,14 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from tests.chaos import faults_builds, faults_calls, faults_checkpoints, faults_processes, faults_values
+from tests.chaos import (
+    faults_builds,
+    faults_calls,
+    faults_checkpoints,
+    faults_in_backward,
+    faults_processes,
+    faults_values,
+)
 from tests.chaos.configurations import CONFIGURATIONS, SYNC, TOTAL
 from tests.chaos.faults import Case, Fault
 
@@ -17,6 +24,7 @@ ALL: tuple[Fault, ...] = (
     *faults_calls.FAULTS,
     *faults_processes.COLLECTIVES,
     *faults_checkpoints.FAULTS,
+    *faults_in_backward.FAULTS,
 )
 FAULTS = {fault.name: fault for fault in ALL}
 

@@ -80,11 +80,15 @@ class Replica:
                 given["ensemble"] = hk.ProcessEnsemble(mesh_2x2(device))
             elif "shared" in traits:
                 # Otherwise DDP deals its buckets anew after its first step: a resumed run then sums in another order.
-                ddp = {"broadcast_buffers": False, "find_unused_parameters": True}
+                ddp = {"broadcast_buffers": False, "find_unused_parameters": "early" not in traits}
                 self.model = DistributedDataParallel(module, **ddp)
         self.own = own
         chosen = list(own.named_parameters()) if params is None else params(own)
-        self.optimizer = (optimizer or configuration.optimizer)(chosen, lr=0.01)
+        early: dict[str, Any] = {}
+        if "early" in traits and optimizer is None:
+            wrapper = self.model if isinstance(self.model, DistributedDataParallel) else None
+            early = {"max_grad_norm": 0.5, "in_backward": hk.InBackward("previous", wrapper, 40)}
+        self.optimizer = (optimizer or configuration.optimizer)(chosen, lr=0.01, **early)
         if "probe" in traits:
             given["probe"] = self.probe
         if "setter" in traits:
