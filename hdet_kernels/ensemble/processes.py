@@ -188,6 +188,8 @@ class ProcessEnsemble:
         """
         options: dict[str, Any] = {"timeout": group_timeout(group), "backend": dist.get_backend_config(group)}
         ranks, whole = next(part for part in parts if self.rank in part), [rank for part in parts for rank in part]
+        # torch waits for the whole timeout for a rank that has ended; this fails at once.
+        known = self._gathered(torch.tensor([float(groups_known())], device=self._gather_device()), group, len(whole))
         if whole == list(range(dist.get_world_size())):
             made = [dist.new_group(part, **options) for part in parts]
             found: dist.ProcessGroup = made[parts.index(ranks)]
@@ -195,7 +197,6 @@ class ProcessEnsemble:
         if ranks != sorted(ranks):
             raise RuntimeError(f"torch cannot make a group of ranks that are not in order, {ranks}")
         # Only the members make the group, and torch names it by the number of groups that a process knows.
-        known = self._gathered(torch.tensor([float(groups_known())], device=self._gather_device()), group, len(whole))
         if (known != known[0]).any():
             raise RuntimeError(
                 f"torch cannot make one for ranks {ranks}: they belong to {known.flatten().int().tolist()} groups, and "
