@@ -54,6 +54,28 @@ def _server(more: tuple[str, ...]) -> forkserver.ForkServer:
     return server
 
 
+def nccl_group(timeout: float = 120.0) -> Any:
+    """Return a group of all ranks over NCCL that share the first GPU. Collective.
+
+    NCCL refuses two ranks of one host on one GPU, and takes what ``NCCL_HOSTID`` says for the host. So every rank says
+    something else, and they talk over sockets of the loopback device.
+    """
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {
+        "NCCL_HOSTID": f"host of rank {dist.get_rank()}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        # By default torch ends the process when a peer has gone; here the error is to arrive.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    }
+    torch.cuda.set_device(0)
+    return dist.new_group(backend="nccl", timeout=datetime.timedelta(seconds=timeout))
+
+
 def run_ranks(
     n: int,
     function: Callable[..., Any],

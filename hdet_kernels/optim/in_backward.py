@@ -399,7 +399,7 @@ class BackwardSteps:
     def cancel(self) -> None:
         """Forget a backward pass that no ``step()`` will end, because it raised, or its gradients are not wanted."""
         if self._settings is not None:
-            self._order = []
+            self._order, self._values = [], _NotedValues()
             self._begin_anew()
 
     def _watch_all(self) -> None:

@@ -1,27 +1,20 @@
-"""Averages over NCCL: two and four ranks that share one GPU.
-
-NCCL refuses two ranks of one host on one GPU, and takes what ``NCCL_HOSTID`` says for the host. So every rank says
-something else, and they talk over sockets of the loopback device. Runs by itself:
-``pytest tests/converge/test_nccl_ranks.py``.
-"""
+"""Averages over NCCL: two and four ranks that share one GPU. Runs by itself: ``pytest`` with this file."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.converge import AverageRequest, Report, converger_of
-from tests.ranks import Cases, run_ranks
+from tests.ranks import Cases, nccl_group, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -32,17 +25,7 @@ TIMEOUT = 20.0
 @cache
 def nccl(timeout: float = 120.0) -> hk.ProcessEnsemble:
     """Return the ensemble of all ranks over NCCL, each on the first GPU."""
-    os.environ |= {
-        "NCCL_HOSTID": f"host of rank {dist.get_rank()}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        # By default torch ends the process when a peer has gone; here the error is to arrive.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    }
-    torch.cuda.set_device(0)
-    return hk.ProcessEnsemble(dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout)))
+    return hk.ProcessEnsemble(nccl_group(timeout))
 
 
 def parameters(rank: int, seed: int = 0) -> list[nn.Parameter]:
