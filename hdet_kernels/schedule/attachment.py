@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -319,11 +320,11 @@ def call_before_saving(model: object, method: Callable[..., None]) -> None:
 
 
 def call_after_loading(model: object, method: Callable[..., None]) -> None:
-    """Call a bound method, with the module, after each ``load_state_dict()`` of a stack or of a module with buffers."""
+    """Call a bound method, with what was loaded, after each ``load_state_dict()`` of a stack, or of any module in a
+    model."""
     found = model.modules() if isinstance(model, nn.Module) else [model] if isinstance(model, ReplicaStack) else []
     for module in found:
-        own = module.buffers(recurse=False) if isinstance(module, nn.Module) else module.buffers()
-        if any(True for _ in own):
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks: the module around it does
             _keep(module.register_load_state_dict_post_hook(_Hook(method)), method)
 
 

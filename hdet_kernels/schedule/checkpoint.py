@@ -580,6 +580,8 @@ def restore(cycle: Cycle, saved: CycleState) -> None:
     if cycle.undoing is not None:
         cycle.undoing.load_state_dict(to_plain(saved.undo), own=own, run_from=partial(run_of, cycle, saved))
     cycle.started, cycle.averaged = saved.begun, saved.averaged
+    if cycle.start is not None:
+        cycle.start.forget_buffers() if cycle.started else cycle.start.keep_buffers()
     cycle.expects_state = saved.optimizer_state
     cycle.history = History.of(to_plain(saved.history), to_plain(saved.summary))
     if cycle.history_file is not None:

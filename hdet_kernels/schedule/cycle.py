@@ -43,7 +43,7 @@ from hdet_kernels.schedule.gradients import Displacement, Fingerprint
 from hdet_kernels.schedule.guards import StepCount
 from hdet_kernels.schedule.history import History, HistoryFile, Kind, SyncRecord
 from hdet_kernels.schedule.losses import NONE_RECORDED, EqualLosses, Loss, LossWindow, checked_loss, run_probe
-from hdet_kernels.schedule.undo.undoing import Undoing
+from hdet_kernels.schedule.undo.undoing import KeptStart, Undoing
 
 log = logging.getLogger("hdet_kernels")
 
@@ -191,6 +191,11 @@ class Cycle:
         # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
         stays = not self.spread.diverges and self.known_shared is True and self.overlapping is None
         return stays and self.history.last_step is not None
+
+    @property
+    def start(self) -> KeptStart | None:
+        """The copy of the start, if the controller returns to it."""
+        return None if self.undoing is None else self.undoing.start
 
     @property
     def begun(self) -> bool:

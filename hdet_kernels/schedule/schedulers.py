@@ -288,8 +288,9 @@ class WithCycle:
 
     def _after_loading(self, module: HasBuffers, *_: object) -> None:
         """Notice that weights are loaded after the scheduler was built. A hook of the model."""
-        if self._phase is not None:
-            self._phase.model_loaded(module)
+        part = self._cycle if self._phase is None else self._phase
+        if part is not None and part.start is not None:
+            part.start.model_loaded(module)
 
     # Who the replicas are
 
@@ -300,7 +301,7 @@ class WithCycle:
             self._announce()
         self._attach()
         call_before_saving(self._options.model, self._before_saving)
-        if self._phase is not None:
+        if self._part.start is not None:
             stack = self.cycle.ensemble.stack if isinstance(self.cycle.ensemble, StackEnsemble) else None
             call_after_loading(self._options.model if stack is None else stack, self._after_loading)
 
@@ -377,7 +378,10 @@ class WithCycle:
     def _rebuild(self) -> None:
         """Build the cycle, or the phase before it, by the present options in the place of the one before."""
         own_values_back(self._inner)
+        before = self.cycle.start
         self._take(self._new_cycle())
+        if before is not None and (start := self.cycle.start) is not None:
+            start.take_buffers(before)
 
     def _take(self, cycle: Cycle) -> None:
         """Go on with another cycle, and with the history and the losses of the one before."""

@@ -511,8 +511,9 @@ def test_a_scaler_of_bf16_parameters_is_refused_at_the_first_step_of_all() -> No
 def test_the_start_is_kept_before_anything_is_written_in_the_first_backward_pass() -> None:
     """A run in bf16 begins anew from the very start, though its first backward pass has stepped."""
     torch.manual_seed(0)
-    stack = hk.ReplicaStack(nn.Sequential(*(nn.Linear(24, 24) for _ in range(6))).bfloat16(), 3)
-    before = [param.detach().clone() for param in stack.parameters()]
+    layers = [*(nn.Linear(24, 24) for _ in range(6)), nn.BatchNorm1d(24)]
+    stack = hk.ReplicaStack(nn.Sequential(*layers).bfloat16(), 3)
+    before = [tensor.detach().clone() for tensor in (*stack.parameters(), *stack.buffers())]
     optimizer = FusedSGD(stack.parameters(), lr=1e-3, in_backward=OF_STACKS)
     scheduler = hk.HDETOneCycleLR(optimizer, 1e-3, 40, sync_every=1, ensemble=stack.ensemble)
     for step in range(3):
@@ -524,7 +525,7 @@ def test_the_start_is_kept_before_anything_is_written_in_the_first_backward_pass
         optimizer.zero_grad()
     assert scheduler.cycle.undoing is not None
     scheduler.cycle.undoing.start.restore()
-    assert_equal(before, stack.parameters())
+    assert_equal(before, [*stack.parameters(), *stack.buffers()])
 
 
 @pytest.mark.parametrize("change", ["clip", "scaler", "unscale"])

@@ -20,6 +20,7 @@ from hdet_kernels.schedule.guards import LateEnsemble
 from tests.ranks import Group, run_ranks
 from tests.schedule.cases import Place, adam, advance
 from tests.schedule.scout_runs import PHASE, QUICK, STEPS
+from tests.schedule.undo_runs import Scripted
 from tests.training import batch, loss_of, network, same
 
 STEPPED = 12
@@ -45,6 +46,11 @@ def published(optimizer: Any, model: Any = None) -> Any:
         optimizer, 0.01, STEPPED, ensemble_lr_spread_ratio=0.3, model_sync_interval=4, auto_lr_warmup_steps=2,
         enable_auto_lr=True,
     )  # fmt: skip
+
+
+def undone(optimizer: Any, model: Any = None) -> Any:
+    """The run begins anew after its first sync, from the buffers that the model had before there was a group."""
+    return hk.HDETOneCycleLR(optimizer, 0.01, STEPPED, sync_every=4, model=model, auto_lr=Scripted((4,)))
 
 
 def scouting(optimizer: Any, model: Any = None) -> Any:
@@ -90,6 +96,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool, int]] = {
     "wrapped": (torch.optim.AdamW, wrapped, False, STEPPED),
     "explored": (hk.FusedAdamW, exploring, False, STEPPED),
     "published": (torch.optim.AdamW, published, True, STEPPED),
+    "undone": (torch.optim.AdamW, undone, False, STEPPED),
     "without a learning rate": (hk.FusedAdamW, scouting, False, PHASE + 8),
 }
 

@@ -262,10 +262,6 @@ class Single:
             self.optimizer, 0.05, TOTAL, model=model, **with_averaging({**settings, **options})
         )
         self.start: list[Tensor] = []
-        self.optimizer.register_step_pre_hook(self._keep_start)
-
-    def _keep_start(self, *_: object) -> None:
-        self.start = self.start or self.values()
 
     @property
     def kept(self) -> KeptStart:
@@ -275,11 +271,12 @@ class Single:
 
     @property
     def returned(self) -> bool:
-        """Whether all is as it was before the first step. State that came later is gone, or zero."""
+        """Whether all is as it was before the first forward pass. State that came later is gone, or zero."""
         now, count = self.values(), len(self.start)
         return same(now[:count], self.start) and not any(bool(tensor.any()) for tensor in now[count:])
 
     def train(self, steps: int) -> Single:
+        self.start = self.start or self.values()
         device, dtype = next((p.device, p.dtype.to_real()) for p in self.model.parameters())
         for _ in range(steps):
             x, y = (each.to(device, dtype) for each in batch(0, self.scheduler.last_epoch))
@@ -324,6 +321,66 @@ def test_a_return_of_any_optimizer_is_bit_for_bit(name: str) -> None:
         F.mse_loss(each.model(x), y).backward()
         each.optimizer.step()
     assert same(*([p.detach() for p in each.model.parameters()] for each in (run, again)))
+
+
+def _loads_the_model(run: Single) -> None:
+    run.model.load_state_dict({name: 2 * tensor for name, tensor in run.model.state_dict().items()})
+    run.model.norm.load_state_dict({name: tensor + 1 for name, tensor in run.model.norm.state_dict().items()})
+
+
+def _loads_a_part_without_buffers(run: Single) -> None:
+    run.model.outer.load_state_dict({name: 2 * tensor for name, tensor in run.model.outer.state_dict().items()})
+
+
+def _leaves_steps_out(run: Single) -> None:
+    """As a GradScaler does. Gradients are accumulated too: a step follows several forward passes."""
+    run.start = run.values()
+    for number in range(3):
+        F.mse_loss(run.model(batch(1, number)[0]), batch(1, number)[1]).backward()
+
+
+BETWEEN: dict[str, Callable[[Single], object]] = {
+    "nothing": lambda run: None,
+    "weights are loaded": _loads_the_model,
+    "a part is loaded": _loads_a_part_without_buffers,
+    "steps are left out": _leaves_steps_out,
+    "the model is converted": lambda run: run.model.double(),
+    "the cycle is built again": lambda run: run.scheduler.use_probe(lambda: torch.zeros(())),
+    "a checkpoint of the beginning is loaded": lambda run: run.scheduler.load_state_dict(run.scheduler.state_dict()),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, hk.FusedAdamW])
+def test_buffers_return_to_those_before_the_first_forward_pass(
+    make: Any, between: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever comes between building the scheduler and the first step of the optimizer."""
+    run = single(make)
+    BETWEEN[between](run)
+    assert run.train(2 * SYNC).returned
+    assert "parameters were written" not in caplog.text
+
+
+def test_a_checkpoint_of_the_beginning_that_is_loaded_in_the_middle_of_a_run_is_the_start() -> None:
+    run = single()
+    saved = copy.deepcopy([part.state_dict() for part in (run.model, run.optimizer, run.scheduler)])
+    run.train(SYNC - 1)
+    for part, state in zip((run.model, run.optimizer, run.scheduler), saved, strict=True):
+        part.load_state_dict(state)
+    assert run.train(2 * SYNC).returned
+
+
+def test_buffers_of_parameters_that_were_written_by_hand_are_not_known_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = single()
+    run.model.outer.weight.data.mul_(2)
+    run.model.norm.running_mean.fill_(7)
+    run.train(2 * SYNC)
+    assert caplog.text.count("parameters were written after the scheduler was built, and not by load_state_dict()") == 1
+    assert run.model.norm.num_batches_tracked == 1
+    torch.testing.assert_close(run.model.norm.running_mean, torch.full((16,), 6.3), atol=0.1, rtol=0)
 
 
 def test_buffers_that_are_not_averaged_return_too() -> None:

@@ -116,7 +116,7 @@ class Undoable:
         first_batch: the number of the batch of the first step.
 
     Attributes:
-        start: everything before the first step of the optimizer.
+        start: everything before the first forward pass.
     """
 
     def __init__(
@@ -159,13 +159,9 @@ class Undoable:
             state = before.optimizer.state_dict()["state"]
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self.start: dict[str, Any] = {}
-        self.optimizer.register_step_pre_hook(self._keep_start)
-
-    def _keep_start(self, *_: object) -> None:
-        if not self.start:
-            self.start |= self.everything()
 
     def train(self, steps: int, before_sync: Callable[[Undoable], None] | None = None) -> Undoable:
+        self.start = self.start or self.everything()
         for _ in range(steps):
             step = self.scheduler.last_epoch
             if self.stack is None:

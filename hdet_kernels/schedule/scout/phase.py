@@ -26,7 +26,6 @@ from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.base import Pairs
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule.acts import Act
-from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.build import one_cycle_at, write_momentum
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.gradients import Fingerprint
@@ -150,9 +149,9 @@ class Scouting:
         self.bracket: Bracket = first_bracket(scouted.settings)
         self.near: Comparison | None = None
         self.start = KeptStart(cycle.optimizer, cycle.converger, None, cycle.buffers)
-        # The first step comes after a forward pass, which may change buffers (BatchNorm).
-        self._buffers, self._digest = self.start.copied_buffers(), self.start.digest()
-        self._loaded = False  # weights were loaded since then
+        self.start.keep_buffers()
+        if cycle.start is not None:
+            cycle.start.forget_buffers()  # the run, which begins after the phase, has another cycle
         self.losses = RoundLosses(cycle.ensemble.rows)
         self.spread = Spread(
             cycle.spread.hyperparameters,
@@ -175,8 +174,8 @@ class Scouting:
         self._begin_round()
 
     def replace(self, before: Scouting) -> None:
-        """Take the place of another phase before its first step, with the copies that it made at construction."""
-        self._buffers, self._digest, self._loaded = before._buffers, before._digest, before._loaded
+        """Take the place of another phase before its first step, with the buffers that it kept at construction."""
+        self.start.take_buffers(before.start)
         self.own.take_over(before.own)  # moments of the replicas that were loaded already stay their own
 
     @property
@@ -289,24 +288,12 @@ class Scouting:
 
     def _keep_start(self) -> None:
         self.own.share_state()
-        # Other parameters than at construction were written by hand in the meantime, and the buffers with them.
-        self.start.keep(0, self._buffers if self._loaded or self._unmoved() else None)
-        self._buffers = []
+        self.start.keep(0)
         self._fresh = not any(self.optimizer.state.values())
         self.own.separate_state()
         if self.cycle.probe is not None:
             probed, self._failure = run_probe(self.cycle.probe, self.ensemble.rows)
             self._probed = math.nan if probed is None else probed
-
-    def model_loaded(self, module: HasBuffers) -> None:
-        """Copy the buffers of a part of the model again, because they were loaded."""
-        if self.start.step is None:
-            self._loaded = True
-            self._buffers = self.start.copied_buffers(self._buffers, except_of=module)
-
-    def _unmoved(self) -> bool:
-        """Return whether the parameters are those of construction."""
-        return torch.equal(self.start.digest(), self._digest)
 
     def record(self, loss: Loss, divided_by: float = 1) -> None:
         """Add a training loss of the current step, which was divided by ``divided_by`` before."""
@@ -359,7 +346,7 @@ class Scouting:
             )
         if self.in_consensus:
             raise RuntimeError("scheduler.step() inside scheduler.consensus(): the block is for evaluating and saving")
-        if self.start.step is None and self._unmoved():
+        if self.start.step is None and self.start.unmoved:
             self._keep_start()  # GradScaler may leave the first steps out
         if self.start.step is None:
             raise RuntimeError(
@@ -532,9 +519,8 @@ class Scouting:
         self.certain = state["certain"]
         self.own.shared_state, self._fresh = state["shared_state"], state["fresh"]
         self.start = KeptStart(self.optimizer, self.cycle.converger, None, self.cycle.buffers)
+        self.start.keep_buffers()
         self.start.load_state_dict(state["start"], own=True)
-        if self.start.step is not None:
-            self._buffers = []
         self._begin_round()
         self.schedule.load_state_dict(schedule)
         write_momentum(self.schedule, self.step)

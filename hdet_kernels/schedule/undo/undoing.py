@@ -7,9 +7,10 @@ is kept aside, and all replicas go back to it where the lower learning rate turn
 
 The copy of the start (:class:`KeptStart`) has everything that training changes: the parameters of the replicas held
 here (in full precision where they have master weights), the model's buffers, the whole state of the optimizer, and the
-references of the outer optimizer, of the compression and of the hypergradient. It is made once, before the first step.
-Replicas of a stack that begin equal are copied once. A return writes into the tensors that are in use: captured CUDA
-graphs, views and hooks keep their addresses.
+references of the outer optimizer, of the compression and of the hypergradient. It is made once, before the first step;
+that of the buffers when the scheduler is built, before a forward pass changes them (BatchNorm). Replicas of a stack
+that begin equal are copied once. A return writes into the tensors that are in use: captured CUDA graphs, views and
+hooks keep their addresses.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ log = logging.getLogger("hdet_kernels")
 
 #: Entries of a saved copy that tell what it is of.
 _ABOUT = ("step", "part", "rows")
+
+#: Elements of a parameter, about, by which it is noticed that somebody has written it.
+FEW = 64
 
 
 #: Fewest steps over which a schedule begins again: its first and its last.
@@ -72,6 +76,9 @@ class KeptStart:
         self.step: int | None = None
         self.copy = KeptTensors(on)
         self._own = True  # a process with these replicas made the copy
+        # The buffers before the first forward pass, and a few elements of the parameters that they belong to.
+        self._early: list[Tensor] | None = None
+        self._elements: Tensor | None = None
 
     @property
     def can_copy(self) -> bool:
@@ -79,12 +86,9 @@ class KeptStart:
         on_gpu = any(param.is_cuda for param in self.converger.tensors.params)
         return not (on_gpu and torch.cuda.is_current_stream_capturing())
 
-    def keep(self, step: int, buffers: Sequence[Tensor] | None = None) -> None:
-        """Copy the replicas before the first step. Those of a stack may begin apart, so that this waits.
-
-        Args:
-            step: the finished steps of the schedule.
-            buffers: what :meth:`copied_buffers` returned earlier, if a forward pass may have changed them since then.
+    def keep(self, step: int) -> None:
+        """Copy the replicas before the first step, after ``step`` steps of the schedule, with the buffers of
+        :meth:`keep_buffers` if it was called. Replicas of a stack may begin apart, so that this waits.
         """
         params = self._full(read=True)
         if self._stacked and all(bool((param == param[:1]).all()) for param in params):
@@ -94,7 +98,7 @@ class KeptStart:
         self.copy.copy(
             {
                 "params": params,
-                "buffers": [_real(buffer) for buffer in self._buffers()],
+                "buffers": self._buffers_of_start(),
                 # None for empty dicts, which a distributed checkpoint would lose.
                 "state": {name: _real(tensor) for name, tensor in tensors.items()} or None,
                 "others": others or None,
@@ -103,32 +107,62 @@ class KeptStart:
             }
         )
         self.step, self._own = step, True
-        if buffers is not None:
-            pairs = [pair for pair in zip(self.copy.read()["buffers"], buffers, strict=False) if fits(*pair)]
-            copy_all([kept for kept, _ in pairs], [earlier for _, earlier in pairs])
-            self.copy.was_read()
+        self.forget_buffers()
 
-    def copied_buffers(self, before: Sequence[Tensor] = (), except_of: HasBuffers | None = None) -> list[Tensor]:
-        """Return copies of the model's buffers.
+    def keep_buffers(self) -> None:
+        """Copy the buffers before a forward pass changes them, for :meth:`keep`."""
+        self._early = [_real(buffer).clone() for buffer in self._buffers()]
+        self._elements = self._few_elements()
 
-        Args:
-            before: copies that were made earlier, which stay as they are.
-            except_of: a part of the model whose buffers are copied anew all the same.
+    def model_loaded(self, module: HasBuffers) -> None:
+        """Copy the buffers of a part of the model again, because it was loaded."""
+        if self._early is None:
+            return
+        loaded, now = {id(buffer) for buffer in module.buffers()}, unique(self.buffers())
+        both = itertools.zip_longest(now, self._early[: len(now)])
+        self._early = [_real(local(b)).clone() if old is None or id(b) in loaded else old for b, old in both]
+        self._elements = None
+
+    def take_buffers(self, other: KeptStart) -> None:
+        """Go on with the buffers that another one kept before the first forward pass."""
+        self._early, self._elements = other._early, other._elements
+
+    def forget_buffers(self) -> None:
+        """Free the copies of :meth:`keep_buffers`."""
+        self._early = self._elements = None
+
+    @property
+    def unmoved(self) -> bool:
+        """Whether the parameters are those of :meth:`keep_buffers`, and were not loaded since then."""
+        return self._elements is not None and torch.equal(self._few_elements(), self._elements)
+
+    def _buffers_of_start(self) -> list[Tensor]:
+        """Return the buffers before the first forward pass, or those of now if they do not belong to these parameters.
+
+        Somebody who writes parameters by hand may have written the buffers too.
         """
-        anew = set() if except_of is None else {id(buffer) for buffer in except_of.buffers()}
-        now = unique(self.buffers())
-        both = itertools.zip_longest(now, before[: len(now)])
-        return [
-            _real(local(buffer)).clone() if earlier is None or id(buffer) in anew else earlier
-            for buffer, earlier in both
-        ]
+        now, early = [_real(buffer) for buffer in self._buffers()], self._early
+        if early is None:
+            return now
+        same_count = len(now) == len(early)
+        if same_count and (self._elements is None or self.unmoved):
+            return [old.to(new) if new.shape == old.shape else new for new, old in zip(now, early, strict=True)]
+        if not (same_count and all(torch.equal(new, old.to(new)) for new, old in zip(now, early, strict=True))):
+            log.warning(
+                "parameters were written after the scheduler was built, and not by load_state_dict() of the model: it "
+                "is not known which buffers belong to them, and a return to the start brings back those that the first "
+                "forward pass left. Write parameters before building the scheduler"
+            )
+        return now
 
     @torch.no_grad()
-    def digest(self) -> Tensor:
-        """Return a number for each parameter tensor that, almost surely, differs if the parameters do."""
-        parts = [(param, wide_dtype(param.device)) for param in self._full(read=True)]
-        sums = [torch.linalg.vector_norm(param, dtype=wide) + 0.618 * param.sum(dtype=wide) for param, wide in parts]
-        return torch.stack([each.to("cpu") for each in sums])
+    def _few_elements(self) -> Tensor:
+        """Return some elements of every parameter, on the CPU: they tell whether somebody has written it."""
+        params = [torch.atleast_1d(_real(local(param))) for param in self.converger.tensors.params]
+        few = [param[..., :: max(param.numel() // FEW, 1)].flatten() for param in params]
+        wide = [part.to(wide_dtype(part.device)) for part in few]
+        devices = dict.fromkeys(part.device for part in wide)
+        return torch.cat([torch.cat([part for part in wide if part.device == each]).cpu() for each in devices])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -266,6 +300,7 @@ class KeptStart:
             )
             return
         self.step, self._own = state["step"], own
+        self.forget_buffers()
         self.copy.take({name: entry for name, entry in state.items() if name not in _ABOUT})
 
     def _is_of_here(self, state: dict[str, Any]) -> bool:
@@ -341,14 +376,15 @@ class Undoing:
             spread: the spread of the scheduler, with its controller.
             converger: averages the replicas.
             displacement: measures slopes, if any are measured.
-            buffers: returns the buffers of the model, which are kept too.
+            buffers: returns the buffers of the model. They are kept as they are now, before the first forward pass.
         """
         controller = spread.controller
         if not isinstance(controller, UndoingController) or not controller.undo:
             return None
         on: Place = getattr(controller, "undo_on", "auto")
-        copies = (KeptStart(optimizer, converger, displacement, buffers, on) for _ in range(2))
-        return Undoing(spread, controller, *copies)
+        start, aside = (KeptStart(optimizer, converger, displacement, buffers, on) for _ in range(2))
+        start.keep_buffers()
+        return Undoing(spread, controller, start, aside)
 
     @property
     def kept(self) -> int | None:
@@ -364,8 +400,8 @@ class Undoing:
     def keep_start(self, run: Run, step: int) -> None:
         """Keep the replicas as they are before the first step."""
         if self.returns >= self.controller.undo or not run.acts_after(self.controller, step):
-            return
-        if self.start.can_copy:
+            self.start.forget_buffers()
+        elif self.start.can_copy:
             self.start.keep(step)
         else:
             log.warning(
