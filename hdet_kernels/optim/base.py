@@ -450,8 +450,9 @@ class FusedOptimizer(Optimizer):
 
     def all_state_flats(self) -> dict[str, Tensor]:
         """Return every flat buffer of the state: those of :meth:`state_flats`, those that all replicas of a stack
-        share, the step counts as ``"number of the flat buffer/step"``, and of state in 8 bits codes and scales."""
-        found: dict[str, Tensor] = {}
+        share, the step counts as ``"number of the flat buffer/step"``, of state in 8 bits codes and scales, and the
+        norm of the last gradients, if there is one."""
+        found = {} if self._previous_norm is None else {PREVIOUS_NORM: self._previous_norm}
         for number, flat in enumerate(self._flat_groups):
             found |= {f"{number}/{name}": buffer for name, buffer in flat.states.items() if buffer is not None}
             found |= {f"{number}/{scale_name(name)}": part for name, part in flat.scales.items() if part is not None}
@@ -484,7 +485,8 @@ class FusedOptimizer(Optimizer):
         if self.buckets.replicas is not None and not self.shares_state:
             self._state_views.share()
             self._hyperparameters.invalidate()
-            self._previous_norm = None  # there was one for each replica
+            if self._previous_norm is not None:  # there may be one for each replica
+                self._previous_norm = self._previous_norm.reshape(-1)[0].clone()
 
     def state_dict(self) -> dict[str, Any]:
         self._refuse_in_mid_step("state_dict()")
@@ -492,7 +494,8 @@ class FusedOptimizer(Optimizer):
         if self._state_views.any_replaced():
             self._state_views.adopt()
         saved = saved_state(super().state_dict())
-        if self._previous_norm is not None:
+        # Where the start had none a return leaves zero, which clips nothing: captured CUDA graphs read it there.
+        if self._previous_norm is not None and self._previous_norm.any():
             saved["param_groups"][0][PREVIOUS_NORM] = self._previous_norm.clone()
         return saved
 

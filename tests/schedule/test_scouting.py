@@ -28,6 +28,7 @@ from tests.training import batch, loss_of, network, same
 
 SGD = partial(hk.FusedSGD, momentum=0.9)
 COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own moments
+CLIPPED = partial(hk.FusedAdamW, max_grad_norm=0.05, in_backward=hk.InBackward(clip="previous"))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ COUPLED = partial(hk.FusedAdam, weight_decay=0.01)  # every replica has its own 
         pytest.param({"make_optimizer": SGD}, id="sgd", marks=pytest.mark.full),
         pytest.param({"gradients": "local"}, id="adamw-local", marks=pytest.mark.full),
         pytest.param({"dtype": torch.bfloat16}, id="bf16-masters"),
+        pytest.param({"make_optimizer": CLIPPED}, id="clipped-by-norm-before", marks=pytest.mark.full),
         pytest.param({"spread": 0.0, "auto_lr": False, "cycle_momentum": False}, id="plain", marks=pytest.mark.full),
         pytest.param({"device": "cuda"}, id="gpu", marks=pytest.mark.gpu),
         pytest.param({"device": "cuda", "cuda_graphs": True}, id="gpu-graphs", marks=pytest.mark.gpu),
@@ -65,6 +67,19 @@ def test_after_the_phase_the_run_is_the_one_with_that_learning_rate(options: dic
     assert [record.losses for record in records] == [record.losses for record in plain.scheduler.history]
     with pytest.raises(ValueError, match=f"step {STEPS + 1} is past the end: total_steps is {STEPS}"):
         scouted.train(1)
+
+
+def test_the_norm_by_which_gradients_were_clipped_before_returns() -> None:
+    run = StackRun(make_optimizer=CLIPPED)
+    state = run.optimizer.state_dict()
+    state["param_groups"][0]["previous_grad_norm"] = torch.tensor(0.3, dtype=torch.float64)
+    run.optimizer.load_state_dict(state)
+    norms = []
+    for steps in (1, ROUNDS[0] - 1, PHASE - ROUNDS[0]):
+        run.train(steps)
+        norms.append(run.optimizer.state_dict()["param_groups"][0]["previous_grad_norm"])
+    assert norms[0].shape == (REPLICAS,)
+    assert [float(norm) for norm in norms[1:]] == [0.3, 0.3]
 
 
 def test_replicas_train_miniatures_of_the_schedule_on_their_own_gradients() -> None:

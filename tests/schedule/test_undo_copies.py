@@ -126,11 +126,14 @@ def test_a_copy_to_host_memory_does_not_wait_for_the_device(monkeypatch: pytest.
     assert bool((target == 1).all())
 
 
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.1, "in_backward": hk.InBackward(clip="previous")}
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "FusedAdamW": lambda params: hk.FusedAdamW(params, lr=0.1, amsgrad=True),
     "FusedSGD": lambda params: hk.FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "FusedAdagrad": lambda params: hk.FusedAdagrad(params, lr=0.1, initial_accumulator_value=0.5),
     "FusedLion": lambda params: hk.FusedLion(params, lr=0.1),
+    "FusedSGD, clipped by the norm before": lambda params: hk.FusedSGD(params, lr=0.1, **CLIPPED),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.5),
@@ -321,6 +324,25 @@ def test_a_return_of_any_optimizer_is_bit_for_bit(name: str) -> None:
         F.mse_loss(each.model(x), y).backward()
         each.optimizer.step()
     assert same(*([p.detach() for p in each.model.parameters()] for each in (run, again)))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_norm_by_which_gradients_are_clipped_returns_and_goes_back(warm: bool) -> None:
+    """At the start there is none, unless the optimizer has made steps before."""
+
+    def norm(run: Single) -> Any:
+        return run.optimizer.state_dict()["param_groups"][0].get("previous_grad_norm")
+
+    make, trial = (lambda params, lr: hk.FusedAdamW(params, lr=lr, **CLIPPED)), Trying(no_better=(2 * SYNC,))
+    run = single(make, warm=warm, auto_lr=trial)
+    start = norm(run)
+    assert (start is not None) is warm
+    tried = norm(run.train(SYNC))
+    before = run.scheduler.cycle.undoing.aside.copy.read()["state"]["previous_grad_norm"]
+    assert same(tried, start)
+    assert float(before) > 0
+    assert norm(run.train(SYNC - 1)) not in (start, before)
+    assert same(norm(run.train(1)), before)
 
 
 def _loads_the_model(run: Single) -> None:
