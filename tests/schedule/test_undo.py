@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 import hdet_kernels as hk
 from tests.ranks import Cases, run_ranks
-from tests.schedule.undo_runs import OPTIMIZERS, SYNC, TOTAL, Kind, Scripted, Undoable
+from tests.schedule.undo_runs import OPTIMIZERS, SYNC, TOTAL, Kind, Scripted, Trying, Undoable
 from tests.training import Trainer, batch, loss_of, same
 
 KINDS: tuple[Kind, ...] = ("stack shared", "stack local", "ranks shared", "ranks local")
@@ -367,14 +366,22 @@ def test_the_place_of_the_copy_is_no_part_of_a_checkpoint() -> None:
     assert same(other.everything(), run.start)
 
 
-def test_another_number_of_replicas_resumes_without_the_copy(caplog: pytest.LogCaptureFixture) -> None:
-    run = stack(auto_lr=BROKEN).train(SYNC)
+@pytest.mark.parametrize("trial", [False, True])
+def test_another_number_of_replicas_resumes_without_the_copy_and_is_told_so(
+    trial: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = stack(auto_lr=Trying() if trial else BROKEN).train(SYNC)
     state = run.scheduler.state_dict()
-    other = Undoable("stack local", "FusedAdamW", replicas=3, auto_lr=BROKEN)
-    with caplog.at_level(logging.INFO):
+    for replicas, told in ((2, 0), (3, 1)):
+        caplog.clear()
+        other = stack(replicas=replicas, auto_lr=Trying() if trial else BROKEN)
         other.scheduler.load_state_dict(state)
-    assert kept_step(other) is None
-    assert "copy of the start is of part [0, 1] of a replica and of 2 replicas" in caplog.text
+        assert (kept_step(other) is None) is bool(told)
+        said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+        assert [record.levelname for record in caplog.records if record.getMessage() in said] == ["WARNING"] * told
+    assert "is of 2 replicas, and this process holds 3 replicas" in said[0]
+    assert "training that breaks is not undone" in said[0]
+    assert "Resume with as many replicas in a process" in said[0]
     assert other.train(SYNC).history()[-1]["undone"] is None
 
 

@@ -290,14 +290,7 @@ class KeptStart:
         That of another part of a replica, or of another number of replicas in a process, is left out.
         """
         self.drop()
-        if state is None:
-            return
-        if not self._is_of_here(state):
-            log.info(
-                "the checkpoint's copy of the start is of part %s of a replica and of %d replicas, which this process "
-                "does not hold: it is left out, and nothing can be undone",
-                *(state["part"], state["rows"]),
-            )
+        if state is None or not self._is_of_here(state):
             return
         self.step, self._own = state["step"], own
         self.forget_buffers()
@@ -330,6 +323,10 @@ class KeptStart:
 def fits(now: Tensor, saved: Tensor | None) -> bool:
     """Return whether ``saved`` can be written to ``now``: as it is, or that of one replica to each of several."""
     return saved is not None and now.shape in (saved.shape, now.shape[:1] + saved.shape)
+
+
+def _described(rows: int, part: int, parts: int) -> str:
+    return f"{rows} replica{'s' * (rows > 1)}" + (f", part {part + 1} of {parts}" if parts > 1 else "")
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -511,6 +508,19 @@ class Undoing:
                 *(self.controller.undo, "" if self.start.step is not None else "not "),
             )
 
+    def _tell_left_out(self, kept: dict[str, Any]) -> None:
+        """Warn, in the processes of the first replica, that a saved copy of the start is of no use here."""
+        ensemble = self.start.converger.ensemble
+        if ensemble.replica == 0:
+            here = _described(ensemble.rows, ensemble.part, ensemble.parts)
+            log.warning(
+                "the checkpoint's copy of the start of the run is of %s, and this process holds %s: the copy is left "
+                "out. From here on training that breaks is not undone, no lower learning rate is tried, and a trial "
+                "that is under way is not gone back from. Resume with as many replicas in a process, and as many "
+                "processes for each replica, as the checkpoint was saved with to keep all that",
+                *(_described(kept["rows"], *kept["part"]), here),
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of returns, and the copies."""
         attempt = None
@@ -530,7 +540,10 @@ class Undoing:
             run_from: returns the run that began after so many steps.
         """
         self.returns = 0 if state is None else state["returns"]
-        self.start.load_state_dict(None if state is None else state["kept"], own=own)
+        kept = None if state is None else state["kept"]
+        self.start.load_state_dict(kept, own=own)
+        if kept is not None and self.start.step is None:
+            self._tell_left_out(kept)
         self._forget_attempt()
         if state is not None and run_from is not None and (saved := state.get("attempt")) is not None:
             self.aside.load_state_dict(saved["kept"], own=own)
