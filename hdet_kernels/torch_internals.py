@@ -37,7 +37,8 @@ def not_compiled(function: Function) -> Function:
 def times_written(tensor: Tensor) -> int:
     """Return how often a tensor was written in place: ``Tensor._version``, in torch 2.11 to 2.13.
 
-    Without it a scheduler step too many is noticed only once several follow each other.
+    Without it a scheduler step too many is noticed only once several follow each other, and the module of a stack does
+    not tell that it is not trained.
     """
     return int(tensor._version)
 

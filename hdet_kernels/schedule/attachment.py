@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_kind
 from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.module_hooks import add_hook
 from hdet_kernels.optim.base import FusedOptimizer, Pairs
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
 from hdet_kernels.schedule.gradients import look_at_gradients, pairs_of
@@ -286,23 +287,7 @@ def _same_groups(wrapper: object, inner: object) -> bool:
     return len(outside) == len(inside) and all(one is other for one, other in zip(outside, inside, strict=True))
 
 
-# Hooks on the user's model: before its ``state_dict()``, and after its ``load_state_dict()``. In a copy of the model
-# (``copy.deepcopy``, ``torch.save(model)``) there are others in their places, which need no part of this package.
-
-
-class _Hook:
-    """Calls a bound method as long as its object lives, and returns nothing."""
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, *arguments: Any) -> None:
-        if (method := self._method()) is not None:
-            method(*arguments)
-
-    def __reduce__(self) -> Any:
-        # A function of the standard library that takes anything and does nothing.
-        return getattr, (contextlib.nullcontext(), "__exit__")
+# Hooks on the user's model: before its ``state_dict()``, and after its ``load_state_dict()``.
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -316,7 +301,7 @@ def bare(model: nn.Module) -> nn.Module:
 def call_before_saving(model: object, method: Callable[..., None]) -> None:
     """Call a bound method before each ``state_dict()`` of a module, which its wrappers call too."""
     if isinstance(model, nn.Module):
-        _keep(uncompiled(bare(model)).register_state_dict_pre_hook(_Hook(method)), method)
+        add_hook(uncompiled(bare(model)).register_state_dict_pre_hook, method)
 
 
 def call_after_loading(model: object, method: Callable[..., None]) -> None:
@@ -325,9 +310,4 @@ def call_after_loading(model: object, method: Callable[..., None]) -> None:
     found = model.modules() if isinstance(model, nn.Module) else [model] if isinstance(model, ReplicaStack) else []
     for module in found:
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks: the module around it does
-            _keep(module.register_load_state_dict_post_hook(_Hook(method)), method)
-
-
-def _keep(handle: Any, method: Any) -> None:
-    """Remove a hook when the object of its method is garbage-collected."""
-    weakref.finalize(method.__self__, handle.remove).atexit = False
+            add_hook(module.register_load_state_dict_post_hook, method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -17,11 +18,13 @@ from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.converge.summary import describe_layout
 from hdet_kernels.converge.transport import run_transfers, take_first
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, RowEnsemble, check_ensemble, settled_ensemble
+from hdet_kernels.module_hooks import add_hook
 from hdet_kernels.ops.pack import MOST_ROWS
 from hdet_kernels.stack.gradients import Collector, LocalGradients, SharedGradients, TeamGradients
 from hdet_kernels.stack.inputs import Batch, StackHyper
 from hdet_kernels.stack.losses import GraphedLosses, LossFunction, ReplicaLosses
 from hdet_kernels.stack.template import (
+    NamedTensors,
     StackedParameter,
     copy_module,
     empty_rows,
@@ -30,6 +33,9 @@ from hdet_kernels.stack.template import (
     trainable_parameters,
 )
 from hdet_kernels.tensors import compact, wide_dtype
+from hdet_kernels.torch_internals import times_written, uncompiled
+
+log = logging.getLogger("hdet_kernels")
 
 
 class ReplicaStack:
@@ -43,7 +49,8 @@ class ReplicaStack:
         losses = stack.backward(lambda model, x, y: F.cross_entropy(model(x), y), x, y)   # [8]
 
     Frozen parameters have no rows: all replicas use the module's own. The module itself is the template. It is read at
-    every loss (train or eval mode, dropout rates) and never trained.
+    every loss (train or eval mode, dropout rates) and never trained: :meth:`module` returns the trained one. Calling or
+    saving the template after the first step warns once.
 
     With several processes each holds R of N = R·processes replicas. All begin with the values of the first process, as
     under DDP. So do the module's frozen parameters.
@@ -97,7 +104,8 @@ class ReplicaStack:
         self.replicas, self.gradients, self.device = replicas, gradients, device
         self.hyper = StackHyper(replicas, device)
         self._load_hooks: OrderedDict[int, Callable[[ReplicaStack, Any], None]] = OrderedDict()
-        self._module = module
+        self._module, self._template, self._told = module, trained, False
+        self._uses_module, self._before, self._hooks = False, (0, 0), list[RemovableHandle]()
         self._parameters: dict[tuple[str, ...], StackedParameter] = {
             names: StackedParameter(self._rows_of(param), shares_gradient=gradients == "shared")
             for names, param in trained.items()
@@ -210,6 +218,45 @@ class ReplicaStack:
         """Put the module, and with it all replicas, into evaluation mode."""
         return self.train(False)
 
+    # The module itself, which nobody trains
+
+    @contextlib.contextmanager
+    def _using_module(self) -> Iterator[None]:
+        """Say nothing of what the stack itself does with the module inside the block."""
+        before, self._uses_module = self._uses_module, True
+        try:
+            yield
+        finally:
+            self._uses_module = before
+
+    def _watch_module(self) -> None:
+        """Notice from now on who calls the module or saves it."""
+        self._before, module = self._times_written(), uncompiled(self._module)
+        for register in (module.register_forward_pre_hook, module.register_state_dict_pre_hook):
+            self._hooks.append(add_hook(register, self._before_use))
+
+    def _times_written(self) -> tuple[int, int]:
+        """Return how often the module's own parameters and those of the replicas were written."""
+        both = self._template.values(), self._parameters.values()
+        own, rows = (sum(times_written(param) for param in each if not param.is_inference()) for each in both)
+        return own, rows
+
+    def _before_use(self, *_: object) -> None:
+        """Warn, once, that the module is not trained, if the replicas are. A hook of the module."""
+        if self._uses_module or self._told:
+            return
+        # Without an operation on tensors: somebody may be tracing the module, or capturing a CUDA graph of it.
+        own, (written, trained) = tensors_by_name(self._module), self._times_written()
+        replaced = any(own.get(names[0]) is not param for names, param in self._template.items())
+        # Somebody may have given it other values, as those of a trained copy.
+        if not replaced and written == self._before[0] and trained != self._before[1]:
+            self._told = True
+            log.warning(
+                "the %s that ReplicaStack was made of is called or saved, and it is not trained: the stack trains "
+                "copies of its parameters. Use stack.module(), which has the mean of the replicas, or stack.replica(r)",
+                type(uncompiled(self._module)).__name__,
+            )
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate shared gradients without averaging them over the processes, like ``no_sync`` of DDP.
@@ -248,10 +295,13 @@ class ReplicaStack:
                 the model computes in fp16). Nothing is changed then.
         """
         whole = self._batch(loss_fn, batch, same_batch, chunk_size)
-        if self._graphed is None:
-            losses = self._losses.compute(loss_fn, whole, chunk_size, self._collector)
-        else:
-            losses = self._graphed.compute(loss_fn, whole, same_batch, chunk_size)
+        if not self._hooks:
+            self._watch_module()
+        with self._using_module():
+            if self._graphed is None:
+                losses = self._losses.compute(loss_fn, whole, chunk_size, self._collector)
+            else:
+                losses = self._graphed.compute(loss_fn, whole, same_batch, chunk_size)
         with torch.no_grad():
             self._collector.commit()
         return losses
@@ -264,7 +314,8 @@ class ReplicaStack:
         The arguments are those of :meth:`backward`.
         """
         whole = self._batch(loss_fn, batch, same_batch, chunk_size)
-        return self._losses.compute(loss_fn, whole, chunk_size, None)
+        with self._using_module():
+            return self._losses.compute(loss_fn, whole, chunk_size, None)
 
     def _batch(self, loss_fn: object, batch: tuple[Any, ...], same_batch: bool, chunk_size: int | None) -> Batch:
         """Return the batch; raise if an argument of :meth:`backward` is wrong."""
@@ -294,7 +345,10 @@ class ReplicaStack:
             wide = torch.promote_types(tensor.dtype, wide_dtype(tensor.device))
             return tensor[rows.to(tensor.device)].to(wide).mean(0)
 
-        return copy_module(self._module, {names: mean(tensor.detach()) for names, tensor in stacked.items()})
+        return self._copy({names: mean(tensor.detach()) for names, tensor in stacked.items()})
+
+    def _copy(self, values: NamedTensors) -> nn.Module:
+        return copy_module(self._module, values, without=self._hooks)
 
     @torch.no_grad()
     def _finite(self, stacked: Mapping[tuple[str, ...], Tensor]) -> Tensor:
@@ -313,7 +367,7 @@ class ReplicaStack:
         r = check_whole("the number of a replica", r)
         if not -self.replicas <= r < self.replicas:
             raise IndexError(f"this stack holds replicas 0 to {self.replicas - 1}, got {r}")
-        return copy_module(self._module, {names: stacked[r] for names, stacked in self._stacked()})
+        return self._copy({names: stacked[r] for names, stacked in self._stacked()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under the module's own names.
@@ -332,7 +386,9 @@ class ReplicaStack:
         # Matched by the tensors themselves, since hooks of the module may have renamed the entries.
         rows = {id(own[name]): tensor.detach() for names, tensor in self._stacked() for name in names}
         found: dict[str, tuple[Any, bool]] = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
+        with self._using_module():
+            entries = self._module.state_dict(keep_vars=True)
+        for name, value in entries.items():
             plain = value.detach() if isinstance(value, Tensor) else value
             found[name] = (rows[id(value)], True) if id(value) in rows else (plain, False)
         return found

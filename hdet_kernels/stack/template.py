@@ -129,12 +129,18 @@ def tensors_by_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_module(module: nn.Module, values: NamedTensors) -> nn.Module:
-    """Return a copy of ``module`` with ``values`` [*shape] in the places of the tensors of these names."""
+def copy_module(module: nn.Module, values: NamedTensors, without: Sequence[RemovableHandle] = ()) -> nn.Module:
+    """Return a copy of ``module`` with ``values`` [*shape] in the places of the tensors of these names.
+
+    The hooks of the module with the handles ``without`` are left out.
+    """
     # deepcopy refuses tensors that are part of a graph; torch.nn.utils.weight_norm keeps some as attributes.
     attributes = (value for part in module.modules() for value in vars(part).values())
     computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
-    copied = copy.deepcopy(module, {id(value): value.detach().clone() for value in computed})
+    memo = {id(value): value.detach().clone() for value in computed}
+    copied, hooks = copy.deepcopy((module, list(without)), memo)  # together: these are the handles of the copy's hooks
+    for handle in hooks:
+        handle.remove()
     tensors = tensors_by_name(copied)
     for names, value in values.items():
         for name in names:

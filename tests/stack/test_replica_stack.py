@@ -6,9 +6,11 @@ Arguments of the wrong kind are in ``tests/bad_input``.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,103 @@ def test_trainable_parameters_and_buffers_get_rows() -> None:
     assert (stack.ensemble.size, stack.ensemble.rows, stack.ensemble.replica) == (R, R, 0)
     assert isinstance(stack.ensemble, RowEnsemble)
     assert "3 × MixedModel of" in repr(stack)
+
+
+# The module that the stack was made of, which is not trained
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def _step(stack: hk.ReplicaStack, optimizer: torch.optim.Optimizer) -> None:
+    stack.backward(lambda model, x: model(x).square().mean(), torch.ones(2 * stack.replicas, 3))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _trained(module: nn.Module, replicas: int = 2) -> hk.ReplicaStack:
+    stack = hk.ReplicaStack(module, replicas)
+    _step(stack, hk.FusedSGD(stack.parameters(), lr=0.1))
+    return stack
+
+
+def _put_back(module: nn.Module, stack: hk.ReplicaStack) -> None:
+    module.load_state_dict(stack.module().state_dict())
+    module(torch.ones(3))
+
+
+#: What may be done with the module, and how often that warns.
+USES: dict[str, tuple[Callable[[nn.Module, hk.ReplicaStack], object], int]] = {
+    "called": (lambda module, stack: [module(torch.ones(3)), module(torch.ones(3))], 1),
+    "saved": (lambda module, stack: [module.state_dict(), module(torch.ones(3))], 1),
+    "a part is saved": (lambda module, stack: nn.Sequential(module).state_dict(), 1),
+    # A message in the middle would break the graph.
+    "compiled": (lambda module, stack: torch.compile(module, backend="eager", fullgraph=True)(torch.ones(3)), 0),
+    "traced": (lambda module, stack: torch.jit.trace(module, torch.ones(3))(torch.ones(3)), 1),
+    "copied": (lambda module, stack: copy.deepcopy(module)(torch.ones(3)), 0),
+    "a copy is compiled": (
+        lambda module, stack: torch.compile(copy.deepcopy(module), backend="eager", fullgraph=True)(torch.ones(3)),
+        0,
+    ),
+    "pickled": (lambda module, stack: pickle.loads(pickle.dumps(module)).state_dict(), 0),
+    "the trained one is used": (lambda module, stack: [stack.module()(torch.ones(3)), stack.module().state_dict()], 0),
+    "a replica is used": (lambda module, stack: [stack.replica(1)(torch.ones(3)), stack.replica(0).state_dict()], 0),
+    "trained values are put into it": (_put_back, 0),
+    "rows are put into it for a call": (
+        lambda module, stack: torch.func.functional_call(
+            module, {name: rows[0] for name, rows in stack.named_parameters()}, torch.ones(3)
+        ),
+        0,
+    ),
+    "the stack is used": (
+        lambda module, stack: [
+            stack.losses(lambda model, x: model(x).sum(), torch.ones(4, 3)),
+            stack.losses(lambda model, x: model(x).sum(), torch.ones(4, 3), chunk_size=1),
+            stack.load_state_dict(stack.state_dict()),
+            _step(stack, hk.FusedSGD(stack.parameters(), lr=0.1)),
+        ],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_using_the_module_itself_after_a_step_warns_once_and_names_the_trained_one(
+    use: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Layer(3, 3)
+    stack = _trained(module)
+    act, warnings = USES[use]
+    act(module, stack)
+    own = [record.getMessage() for record in caplog.records if record.name == "hdet_kernels"]
+    assert [message.count("Use stack.module()") for message in own] == [1] * warnings
+
+
+def test_before_the_first_step_the_module_is_that_of_all_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    module = Layer(3, 3)
+    stack = hk.ReplicaStack(module, 2)
+    stack.backward(lambda model, x: model(x).square().mean(), torch.ones(4, 3))
+    module(torch.ones(3))
+    module.state_dict()
+    assert not caplog.messages
+
+
+def test_the_module_does_not_keep_the_stack_alive_and_copies_of_the_stack_have_no_hooks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = Layer(3, 3)
+    stack = _trained(module)
+    copied, found = stack.module(), weakref.ref(stack)
+    assert not copied._forward_pre_hooks
+    assert not copied._state_dict_pre_hooks
+    del stack
+    gc.collect()
+    assert found() is None
+    assert not module._forward_pre_hooks
+    module(torch.ones(3))
+    assert not caplog.messages
 
 
 def test_rows_have_the_memory_format_of_the_parameter() -> None:
