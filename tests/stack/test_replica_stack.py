@@ -109,7 +109,7 @@ USES: dict[str, tuple[Callable[[nn.Module, hk.ReplicaStack], object], int]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [pytest.param(u, marks=[pytest.mark.full] * ("compiled" in u)) for u in USES])
 def test_using_the_module_itself_after_a_step_warns_once_and_names_the_trained_one(
     use: str, caplog: pytest.LogCaptureFixture
 ) -> None:
