@@ -423,6 +423,19 @@ def test_a_buffer_of_another_shape_is_left_as_it_is() -> None:
     assert same([param.detach() for param in model.parameters()], start)
 
 
+def test_buffers_that_became_more_are_left_as_they_are_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The new one comes first, so that the others would get each other's values."""
+    run = single().train(SYNC)
+    run.model.register_buffer("table", torch.ones(16))
+    run.train(SYNC - 1)
+    kept = run.scheduler.state_dict()["hdet"][0]["undo"]["kept"]
+    run.train(1)
+    assert kept["buffers"] == [None] * 4
+    assert torch.equal(run.model.table, torch.ones(16))
+    assert run.model.norm.num_batches_tracked == 2 * SYNC
+    assert caplog.text.count("the model has 4 buffers, and had 3 when the start was kept") == 1
+
+
 def test_a_callback_brings_back_what_the_user_keeps_beside_the_run() -> None:
     """As ``docs/usage/failures.md`` has it: a moving average of the weights begins anew at what was returned to."""
     run = single()

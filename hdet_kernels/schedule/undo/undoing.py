@@ -149,9 +149,9 @@ class KeptStart:
             return [old.to(new) if new.shape == old.shape else new for new, old in zip(now, early, strict=True)]
         if not (same_count and all(torch.equal(new, old.to(new)) for new, old in zip(now, early, strict=True))):
             log.warning(
-                "parameters were written after the scheduler was built, and not by load_state_dict() of the model: it "
-                "is not known which buffers belong to them, and a return to the start brings back those that the first "
-                "forward pass left. Write parameters before building the scheduler"
+                "parameters were written after the scheduler was built, and not by load_state_dict() of the model, or "
+                "buffers were registered: it is not known which buffers belong to them, and a return to the start "
+                "brings back those that the first forward pass left. Do that before building the scheduler"
             )
         return now
 
@@ -184,9 +184,7 @@ class KeptStart:
                     f"{name} has shape {tuple(now.shape)}, and {tuple(saved.shape)} in the copy of the start, "
                     "so that the replicas cannot return to it: do not change the model while it is trained"
                 )
-        # Modules may replace their buffers by others, which are left as they are.
-        buffers = zip(map(_real, self._buffers()), kept["buffers"], strict=False)
-        pairs = [*((now, saved) for _, now, saved in named), *(pair for pair in buffers if fits(*pair))]
+        pairs = [*((now, saved) for _, now, saved in named), *self._buffer_pairs(kept["buffers"])]
         several = [now for now, saved in pairs if now.shape != saved.shape]
         copy_all([now if now.shape == saved.shape else now[0] for now, saved in pairs], [saved for _, saved in pairs])
         for rows in several:
@@ -205,27 +203,37 @@ class KeptStart:
     def model_held(self) -> Iterator[None]:
         """Have the parameters and buffers of the copy inside the block, and the current ones again after it."""
         with torch.no_grad():
-            now = [*self._full(read=True), *map(_real, self._buffers())]
-            own = [tensor.clone() for tensor in now]
+            own = [[each.clone() for each in now] for now in (self._full(read=True), map(_real, self._buffers()))]
             kept = self.copy.read()
-            self._write_model([*kept["params"], *kept["buffers"]])
+            self._write_model(kept["params"], kept["buffers"])
             self.copy.was_read()
         try:
             yield
         finally:
             with torch.no_grad():
-                self._write_model(own)
+                self._write_model(*own)
 
-    def _write_model(self, values: Sequence[Tensor | None]) -> None:
-        """Write parameters in full precision, and then buffers, to the tensors in use."""
+    def _write_model(self, params: Sequence[Tensor], buffers: Sequence[Tensor | None]) -> None:
+        """Write parameters in full precision, and buffers, to the tensors in use."""
         full = self._full()
-        targets = [*full, *map(_real, self._buffers())]
-        for target, value in zip(targets, values, strict=False):
-            if value is not None and fits(target, value):
-                target.copy_(value)
+        for target, value in (*zip(full, params, strict=True), *self._buffer_pairs(buffers)):
+            target.copy_(value)
         if (buckets := self.converger.tensors.buckets) is not None:
             buckets.write_full(full)
         self.converger.tensors.written()
+
+    def _buffer_pairs(self, saved: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """Return the buffers in use with their copies. Those that a module replaced by another shape are left out."""
+        now = [_real(buffer) for buffer in self._buffers()]
+        if len(now) != len(saved):
+            log.warning(
+                "the model has %d buffers, and had %d when the start was kept, so that it is not known which is which: "
+                "buffers stay as they are, and everything else is that of the start. Register buffers before building "
+                "the scheduler",
+                *(len(now), len(saved)),
+            )
+            return []
+        return [(new, old) for new, old in zip(now, saved, strict=True) if old is not None and fits(new, old)]
 
     def drop(self) -> None:
         """Free the copy."""
@@ -240,7 +248,7 @@ class KeptStart:
         about = (self.step, [ensemble.part, ensemble.parts], ensemble.rows)
         kept, now = self.copy.lend(), [_real(buffer) for buffer in self._buffers()]
         # A return leaves a buffer that was replaced since then as it is. None stands for it, because it does not fit.
-        saved = [*kept["buffers"], *[None] * len(now)][: len(now)]
+        saved = kept["buffers"] if len(kept["buffers"]) == len(now) else [None] * len(now)
         buffers = [old if fits(buffer, old) else None for buffer, old in zip(now, saved, strict=True)]
         return {**dict(zip(_ABOUT, about, strict=True)), **kept, "buffers": buffers}
 
