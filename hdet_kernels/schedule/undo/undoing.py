@@ -16,7 +16,6 @@ hooks keep their addresses.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -76,8 +75,9 @@ class KeptStart:
         self.step: int | None = None
         self.copy = KeptTensors(on)
         self._own = True  # a process with these replicas made the copy
-        # The buffers before the first forward pass, and a few elements of the parameters that they belong to.
-        self._early: list[Tensor] | None = None
+        # The buffers with their copies before the first forward pass, in order and by their ids, and a few elements of
+        # the parameters that they belong to.
+        self._early: dict[int, tuple[Tensor, Tensor]] | None = None
         self._elements: Tensor | None = None
 
     @property
@@ -111,17 +111,19 @@ class KeptStart:
 
     def keep_buffers(self) -> None:
         """Copy the buffers before a forward pass changes them, for :meth:`keep`."""
-        self._early = [_real(buffer).clone() for buffer in self._buffers()]
+        self._early = {id(buffer): (buffer, _copied(buffer)) for buffer in unique(self.buffers())}
         self._elements = self._few_elements()
 
     def model_loaded(self, module: HasBuffers) -> None:
         """Copy the buffers of a part of the model again, because it was loaded."""
         if self._early is None:
             return
-        loaded, now = {id(buffer) for buffer in module.buffers()}, unique(self.buffers())
-        both = itertools.zip_longest(now, self._early[: len(now)])
-        self._early = [_real(local(b)).clone() if old is None or id(b) in loaded else old for b, old in both]
         self._elements = None
+        for buffer in module.buffers():
+            if id(buffer) not in self._early:  # it took the place of another
+                now = unique(self.buffers())
+                self._early = {id(one): self._early.get(id(one), (one, _copied(one))) for one in now}
+            self._early[id(buffer)] = buffer, _copied(buffer)
 
     def take_buffers(self, other: KeptStart) -> None:
         """Go on with the buffers that another one kept before the first forward pass."""
@@ -141,9 +143,10 @@ class KeptStart:
 
         Somebody who writes parameters by hand may have written the buffers too.
         """
-        now, early = [_real(buffer) for buffer in self._buffers()], self._early
-        if early is None:
+        now = [_real(buffer) for buffer in self._buffers()]
+        if self._early is None:
             return now
+        early = [copied for _, copied in self._early.values()]
         same_count = len(now) == len(early)
         if same_count and (self._elements is None or self.unmoved):
             return [old.to(new) if new.shape == old.shape else new for new, old in zip(now, early, strict=True)]
@@ -331,6 +334,10 @@ class KeptStart:
 def fits(now: Tensor, saved: Tensor | None) -> bool:
     """Return whether ``saved`` can be written to ``now``: as it is, or that of one replica to each of several."""
     return saved is not None and now.shape in (saved.shape, now.shape[:1] + saved.shape)
+
+
+def _copied(buffer: Tensor) -> Tensor:
+    return _real(local(buffer)).clone()
 
 
 def _described(rows: int, part: int, parts: int) -> str:
