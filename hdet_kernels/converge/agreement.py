@@ -41,6 +41,8 @@ class Agreement:
         masks_changed: whether a buffer has changed that was not finite at the start.
         may_overflow: whether a sum over the healthy replicas may be infinite although all values are finite.
         kept: step of the earlier state that all replicas can return to; None if they differ or keep none.
+        state_apart: whether optimizer state differs between healthy replicas.
+        no_mean: whether a part of the optimizer state of some replica has no mean.
     """
 
     losses: Floats
@@ -60,6 +62,8 @@ class Agreement:
     masks_changed: bool
     may_overflow: bool
     kept: int | None = None
+    state_apart: bool = False
+    no_mean: bool = False
 
 
 class NoneSound(RuntimeError):
@@ -107,6 +111,8 @@ def conclude(columns: Mapping[str, Floats]) -> Agreement:
         masks_changed=bool(columns["masks"].any()),
         may_overflow=_may_overflow(columns, healthy),
         kept=_kept(columns["kept"]),
+        state_apart=not all(same(columns[name][healthy]) for name in ("state", "moments", "coded")),
+        no_mean=bool(columns["coded"].any()),
     )
 
 

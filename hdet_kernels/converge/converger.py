@@ -30,7 +30,7 @@ from hdet_kernels.converge.handshake import Report, disagreement, exchange_repor
 from hdet_kernels.converge.outcome import Outcome, distance_of
 from hdet_kernels.converge.outer import OuterStep
 from hdet_kernels.converge.overlap import Correction, OverlappedAverage
-from hdet_kernels.converge.payload import Counts, ModelTensors, Names, Payload
+from hdet_kernels.converge.payload import Counts, ModelTensors, Names, NoMean, Payload
 from hdet_kernels.converge.plan import AverageRequest, Plan, decide
 from hdet_kernels.converge.settings import Averaging, Format, Merge, Outer
 from hdet_kernels.converge.summary import TensorSummary, describe_layout, keep_own
@@ -47,7 +47,7 @@ from hdet_kernels.converge.transport import (
 from hdet_kernels.ensemble import Ensemble, check_ensemble, held
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.pack import MOST_ROWS
-from hdet_kernels.tensors import devices_of
+from hdet_kernels.tensors import devices_of, local
 
 log = logging.getLogger("hdet_kernels")
 
@@ -84,6 +84,8 @@ class Converger:
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss, on the
             probe where there is one; the first of several. Without any loss, the mean.
         backend: of the kernels; see :func:`hdet_kernels.use_backend`.
+        no_mean: returns the current optimizer state if a part of it has no mean. It is not averaged then, and where an
+            average is due and replicas differ in it that is an error.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Converger:
         outer: Outer | None = None,
         merge: Merge = "mean",
         backend: str | None = None,
+        no_mean: Callable[[], NoMean | None] = lambda: None,
     ) -> None:
         check_ensemble("ensemble", ensemble)
         check_callable("state", state, "state(), a dict of tensors")
@@ -112,7 +115,7 @@ class Converger:
                 f"at most {MOST_ROWS} replicas of one process are averaged, got {ensemble.rows}: stack fewer, in "
                 "several processes if need be"
             )
-        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state, backend)
+        self.tensors = ModelTensors(params, ensemble, state, counts, buffers, names, write_state, backend, no_mean)
         resolve(self.tensors.params[0].device, backend)  # raises for a backend that is unknown or cannot be used
         if bucket_bytes is None:
             bucket_bytes = params.bucket_bytes if isinstance(params, Buckets) else BUCKET_BYTES
@@ -184,6 +187,8 @@ class Converger:
         request.check_gradients(agreement)
         compresses = self._compression is not None and ensemble.talks
         plan = decide(agreement, request, merge=self.merge, compresses=compresses)
+        if plan.no_mean:
+            raise TypeError(payload.no_mean.why if payload.no_mean else "the state of another replica has no mean")
         if plan.uneven_state:
             layout = describe_layout(payload.state.values(), payload.state)
             raise disagreement(transport.attendance, layout, "the optimizer state", _UNEVEN_STATE, agreement.ranks)
@@ -270,21 +275,23 @@ class Converger:
     # The averaged model, for a while
 
     @contextlib.contextmanager
-    def consensus(self, report: Report) -> Iterator[None]:
+    def consensus(self, report: Report, *, with_state: bool = False) -> Iterator[None]:
         """Have the averaged parameters and buffers inside the block; restore this replica's own after it. Collective.
 
-        With ``merge="best"`` they are those of the best replica.
+        With ``merge="best"`` they are those of the best replica. ``with_state``: have the averaged optimizer state too.
         """
         own = [tensor.clone() for tensor in self.tensors.covered()]
+        state = [local(tensor) for tensor in self.tensors.state().values()] if with_state else []
+        own_state = [tensor.clone() for tensor in state]
         try:
-            payload = self.tensors.payload(include_state=False)
-            request = AverageRequest("consensus", include_state=False, in_full=True)
+            payload = self.tensors.payload(include_state=with_state)
+            request = AverageRequest("consensus", average_state=with_state, include_state=with_state, in_full=True)
             _, plan = self._agree(self._transport, report, payload, request)
             self._average(self._transport, payload, plan, backup=False)
             self.tensors.write_back(payload, counts=False)
             yield
         finally:
-            for tensor, value in zip(self.tensors.covered(), own, strict=True):
+            for tensor, value in zip((*self.tensors.covered(), *state), (*own, *own_state), strict=True):
                 tensor.copy_(value)
             self.tensors.written()
 
@@ -302,12 +309,15 @@ class Converger:
         """Start :meth:`converge` on a copy of the current tensors and return at once. :meth:`land` ends it."""
         self.check_overlap()
         start = time.perf_counter()
-        # Without the state while gradients are shared. If a replica turns out to be unhealthy, land() heals its state.
+        # Without the state while gradients are shared. If a replica turns out to be unhealthy, or its state to differ,
+        # land() averages it.
         with_state = request.include_state and (
             request.average_state is True or (request.average_state == "auto" and request.known_shared is not True)
         )
+        payload = self.tensors.payload(include_state=request.include_state)
+        if not with_state or payload.no_mean is not None:
+            payload = payload.without_state(self._transport.checksum)
         request = replace(request, include_state=with_state)
-        payload = self.tensors.payload(include_state=with_state)
         if len(devices := {tensor.device for tensor in payload.inventory.tensors if tensor.is_cuda}) > 1:
             raise ValueError(f"an overlapped average needs all tensors on one GPU, they are on {devices}")
         if self._background is None:
@@ -324,7 +334,7 @@ class Converger:
             cost, norm = self._average(transport, after, plan, backup=False)
             own = tuple(plan.healthy[held(self.ensemble)].tolist())
             distance = distance_of(self.ensemble, agreement, plan, after.outlines, norm)
-            correction = Correction.between(before, after, sound=own, heal=not plan.healthy.all() and not plan.state)
+            correction = Correction.between(before, after, sound=own, heal=plan.heals)
             return correction, Outcome.of(agreement, plan, cost, 0.0, distance)
 
         return OverlappedAverage(average, self._stream, time.perf_counter() - start)

@@ -32,7 +32,7 @@ log = logging.getLogger("hdet_kernels")
 COLUMNS = (
     *("rank", "settings", "step", "bases", "failed", "layout", "state", "counts", "integers"),
     *("loss_sum", "loss_count", "probe", "gradients", "checksum", "rest", "nonfinite", "masks", "consensus", "outer"),
-    *("kept", "stepped"),
+    *("kept", "stepped", "moments", "coded"),
 )
 
 
@@ -178,6 +178,8 @@ def _handshake_rows(ensemble: Gathers, report: Report, summary: TensorSummary) -
         "gradients": missing if report.gradients is None else report.gradients,
         "checksum": summary.checksum,
         "rest": summary.rest,
+        "moments": summary.moments,
+        "coded": summary.coded,
         "consensus": summary.consensus,
         "outer": summary.outer,
         "integers": summary.integers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,17 +12,21 @@ from torch.optim import Optimizer
 
 from hdet_kernels.buckets import Buckets
 from hdet_kernels.converge.converger import Converger
-from hdet_kernels.converge.payload import all_names
+from hdet_kernels.converge.payload import AVERAGED, NoMean, all_names
 from hdet_kernels.ensemble import Ensemble
+from hdet_kernels.optim.foreign import with_inner
+from hdet_kernels.sharded import part_of
 from hdet_kernels.tensors import unique
+from hdet_kernels.torch_internals import tree_flatten
 
 
 def converger_of(
     optimizer: Optimizer,
     ensemble: Ensemble,
     *,
-    needs_state: bool = True,
+    needs_state: bool | None = None,
     model: Any = None,
+    wrappers: Sequence[Optimizer] = (),
     buffers: Callable[[], Sequence[Tensor]] = tuple,
     **options: Any,
 ) -> Converger:
@@ -30,19 +35,20 @@ def converger_of(
     Args:
         optimizer: any torch optimizer. Those of this package are averaged in place, in their flat buffers.
         ensemble: the replicas.
-        needs_state: whether state will be averaged: unless gradients are shared. State without a mean (integer codes)
-            then raises TypeError at the first average.
+        needs_state: has no effect any more: state that has no mean is compared at every average.
         model: a module whose names of parameters and buffers messages use.
+        wrappers: optimizers around this one that keep state of their own, which is not averaged.
         buffers: returns the buffers that are averaged.
         options: the other keywords of :class:`Converger`, such as ``compress`` and ``outer``.
     """
 
-    def state() -> dict[str, Tensor]:
-        if (why_not := why_not_averaged(optimizer)) is None:
-            return averaged_state(optimizer)
-        if not needs_state:
-            return {}
-        raise TypeError(why_not)
+    if needs_state is not None:
+        warnings.warn(
+            "converger_of(needs_state=…) has no effect: whether state differs between the replicas is found out at "
+            "every average, and AverageRequest(average_state=…) decides",
+            DeprecationWarning,
+            stacklevel=2,
+        )
 
     def names() -> Iterator[tuple[str, Tensor]]:
         for group in optimizer.param_groups:
@@ -54,7 +60,8 @@ def converger_of(
     return Converger(
         buckets if isinstance(buckets, Buckets) else [p for group in optimizer.param_groups for p in group["params"]],
         ensemble,
-        state=state,
+        state=lambda: averaged_state(optimizer),
+        no_mean=lambda: of_wrappers(wrappers) or without_mean(optimizer),
         write_state=getattr(optimizer, "write_state_flats", None),
         counts=StepCounts(optimizer),
         buffers=buffers,
@@ -76,22 +83,58 @@ def averaged_state(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def why_not_averaged(optimizer: Optimizer) -> str | None:
-    """Return why this optimizer's state has no mean (integer codes, lists of tensors); None if it has one."""
+def without_mean(optimizer: Optimizer) -> NoMean | None:
+    """Return the state if a part of it has no mean: integer codes, tensor subclasses, containers of tensors."""
     if callable(getattr(optimizer, "state_flats", None)):
         return None
+    tensors: list[Tensor] = []
+    why = ""
     for index, state in enumerate(_states(optimizer)):
-        for key, value in state.items():
-            coded = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-            listed = isinstance(value, list | tuple | dict) and any(isinstance(v, Tensor) for v in value)
-            if key != "step" and (coded or listed):
-                return (
-                    f"the state {key!r} of parameter {index} ({type(optimizer).__name__}) is {type(value).__name__}"
-                    f"{f' of {value.dtype}' if isinstance(value, Tensor) else ' of tensors'}, which has no mean: pass "
-                    "gradients='shared' if gradients are averaged at every step (DDP), or "
-                    "averaging=hk.Averaging(state=False)"
+        for key, value in sorted(state.items()):
+            parts = [] if key == "step" else [part for leaf in tree_flatten(value)[0] for part in _plain(leaf)]
+            tensors += parts
+            if parts and not why and not _has_mean(value):
+                kind = f"{type(value).__name__} of {getattr(value, 'dtype', 'tensors')}"
+                why = (
+                    f"the state {key!r} of parameter {index} ({type(optimizer).__name__}) is {kind}, "
+                    "which has no mean, and the replicas differ in it: average the gradients at every step (DDP) if it "
+                    "depends on them alone, use an optimizer whose state has a mean, such as hk.FusedAdamW (in 8 bits "
+                    "with state_dtype='int8'), or pass averaging=hk.Averaging(state=False)"
                 )
+    return NoMean(unique(tensors), why) if why else None
+
+
+def of_wrappers(wrappers: Sequence[Optimizer]) -> NoMean | None:
+    """Return the state that wrappers around an optimizer keep beside its state, such as Lookahead's slow weights."""
+    for wrapper in wrappers:
+        entries = [(key, value) for state in wrapper.state.values() for key, value in state.items()]
+        tensors = {key: list(_plain(value)) for key, value in entries}
+        if found := [part for _, value in entries for part in _plain(value)]:
+            name, key = type(wrapper).__name__, next(key for key, parts in tensors.items() if parts)
+            why = (
+                f"{name} keeps state {key!r} of its own around {type(wrapper.optimizer).__name__}, which is neither "  # type: ignore[attr-defined]
+                "averaged nor brought back when the replicas return to the start: pass the inner optimizer alone, or "
+                "averaging=hk.Averaging(state=False) to leave every replica its own"
+            )
+            return NoMean(unique(found), why)
     return None
+
+
+def _has_mean(value: object) -> bool:
+    averaged = isinstance(value, Tensor) and (value.dtype in AVERAGED or value.is_complex())
+    return averaged and not hasattr(type(part_of(value)), "__tensor_flatten__")
+
+
+def _plain(value: object) -> Iterator[Tensor]:
+    """Yield the tensors that have the memory of a tensor: itself, or those inside of a subclass."""
+    if not isinstance(value, Tensor):
+        return
+    part = part_of(value)
+    if hasattr(type(part), "__tensor_flatten__"):
+        for name in part.__tensor_flatten__()[0]:
+            yield from _plain(getattr(part, name))
+    else:
+        yield part
 
 
 class StepCounts:
@@ -133,4 +176,4 @@ class StepCounts:
 
 def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
     params = unique(param for group in optimizer.param_groups for param in group["params"])
-    return [optimizer.state.get(param, {}) for param in params]
+    return [each.state.get(param, {}) for each in with_inner(optimizer) for param in params]

@@ -18,6 +18,7 @@ from hdet_kernels.converge.summary import (
     Checksum,
     TensorSummary,
     begins_nonfinite,
+    bit_hash,
     describe_layout,
     fingerprints,
     finite_part,
@@ -30,7 +31,7 @@ from hdet_kernels.sharded import drop_gathered, is_distributed, parts_of
 from hdet_kernels.tensors import distinct, flat_view, has_overlap, is_dense, layout_hash, local, unique
 
 # Floating-point dtypes that kernels and collectives support.
-_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: Returns names of parameters and buffers, as ``module.named_parameters()`` does. A tied tensor may have several.
 Names = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -50,6 +51,23 @@ class Counts(Protocol):
 
 
 @dataclass(frozen=True)
+class NoMean:
+    """The optimizer state, if a part of it has no mean: it is compared between the replicas, and never averaged."""
+
+    tensors: Sequence[Tensor]
+    why: str  # which part, why, and what to do
+
+
+@dataclass(frozen=True)
+class StateNumbers:
+    """The numbers about the optimizer state that go into the handshake; see :class:`.summary.TensorSummary`."""
+
+    layout: int
+    moments: Tensor
+    coded: Tensor
+
+
+@dataclass(frozen=True)
 class Payload:
     """Flat tensors, 1-D, or [rows, n] where the process holds several replicas. They share the model's memory.
 
@@ -63,6 +81,8 @@ class Payload:
         counts: a copy of the optimizer's step counts.
         gapped: for tensors with gaps in memory, a contiguous copy and the tensor that it is written back to.
         inventory: names and layouts of parameters, master weights and buffers.
+        no_mean: the optimizer state, where it cannot be averaged; ``state`` is empty then.
+        numbers: about the state as it was, where it is not in this payload any more.
     """
 
     params: list[Region]
@@ -74,6 +94,8 @@ class Payload:
     counts: Tensor | None
     gapped: Gapped
     inventory: Inventory
+    no_mean: NoMean | None = None
+    numbers: StateNumbers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -126,6 +148,7 @@ class Payload:
     ) -> TensorSummary:
         """Return the numbers about these tensors that go into the handshake. ``norm``: of the parameters, if known."""
         rows, device, inventory = checksum.rows, self.device, self.inventory
+        state = self.state_numbers(checksum)
         buffers = checksum(self.buffers, device)
         nonfinite = torch.zeros(rows, device=device, dtype=torch.int64)
         if self.buffers and not bool(buffers.isfinite().all()):
@@ -143,17 +166,32 @@ class Payload:
 
         return TensorSummary(
             layout=inventory.layout,
-            state=layout_hash(self.state.values(), self.state) if self.state else 0,
+            state=state.layout,
+            moments=state.moments,
+            coded=state.coded,
             counts=0 if self.counts is None else short_hash(self.counts.tolist()),
             integers=integer_hash(self.integers, rows, device),
             checksum=self.checksum_of_params(checksum, bucket_bytes) if norm is None else norm,
-            rest=checksum(self.state.values(), device) + buffers,
+            rest=state.moments + buffers,
             nonfinite=nonfinite,
             masks=self.masks_changed,
             consensus=consensus,
             outer=outer,
             describe=describe,
         )
+
+    def state_numbers(self, checksum: Checksum) -> StateNumbers:
+        """Return the numbers about the optimizer state."""
+        return self.numbers or StateNumbers(
+            layout=layout_hash(self.state.values(), self.state) if self.state else 0,
+            moments=checksum(self.state.values(), self.device),
+            coded=bit_hash(() if self.no_mean is None else self.no_mean.tensors, self.device),
+        )
+
+    def without_state(self, checksum: Checksum) -> Payload:
+        """Return the same payload without optimizer state and step counts, with the numbers about the state."""
+        no_mean = None if self.no_mean is None else replace(self.no_mean, tensors=())
+        return replace(self, state={}, counts=None, no_mean=no_mean, numbers=self.state_numbers(checksum))
 
     def checksum_of_params(self, checksum: Checksum, bucket_bytes: int) -> Tensor:
         """Return the norm of every row of the parameters, [rows]; see :class:`.summary.Checksum`."""
@@ -199,8 +237,9 @@ class ModelTensors:
         names: Names = tuple,
         write_state: Callable[[Mapping[str, Tensor]], None] | None = None,
         backend: str | None = None,
+        no_mean: Callable[[], NoMean | None] = lambda: None,
     ) -> None:
-        self.write_state, self.backend = write_state, backend
+        self.write_state, self.backend, self.no_mean = write_state, backend, no_mean
         self.buckets = params if isinstance(params, Buckets) else None
         given = params.params if isinstance(params, Buckets) else unique(params)
         # Integers (quantised frozen weights) have no mean and do not diverge.
@@ -250,7 +289,8 @@ class ModelTensors:
                 for number, each in full
                 if each is None or each.numel()
             ]
-        state = dict(self.state()) if include_state else {}
+        no_mean = self.no_mean() if include_state else None
+        state = dict(self.state()) if include_state and no_mean is None else {}
         return Payload(
             params=params,
             buffers=flat(inventory.buffers),
@@ -261,6 +301,7 @@ class ModelTensors:
             counts=self.counts.read() if include_state and self.counts is not None else None,
             gapped=gapped,
             inventory=inventory,
+            no_mean=no_mean,
         )
 
     def _take_inventory(self, present: Sequence[Tensor], masks: Iterable[Tensor]) -> Inventory:
@@ -468,8 +509,8 @@ def check_tensor(tensor: Tensor, ensemble: Ensemble) -> None:
         raise ValueError(f"{what} is on the meta device and has no values yet: materialise the model first")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} has layout {tensor.layout}; only dense tensors are averaged")
-    if tensor.is_floating_point() and tensor.dtype not in _AVERAGED:
-        raise TypeError(f"{what} cannot be averaged; floating-point tensors must be one of {_AVERAGED}")
+    if tensor.is_floating_point() and tensor.dtype not in AVERAGED:
+        raise TypeError(f"{what} cannot be averaged; floating-point tensors must be one of {AVERAGED}")
     if ensemble.talks and not ensemble.serves(tensor.device):
         raise ValueError(
             f"{what} is on {tensor.device}, for which {ensemble} has no backend: move the tensor, or initialise the "

@@ -21,8 +21,9 @@ class AverageRequest:
 
     Attributes:
         call: name of the operation; all replicas must be in the same one.
-        average_state: True, False, or ``"auto"``: unless the gradients are shared. Optimizer state is also averaged
-            when a replica is left out, so that this replica gets finite moments.
+        average_state: True, False, or ``"auto"``: unless the gradients are shared and the state is equal on all
+            replicas. Optimizer state is also averaged when a replica is left out, so that this replica gets finite
+            moments.
         include_state: False leaves optimizer state and step counts alone in every case.
         known_shared: whether gradients are shared, used if the handshake does not show it. If neither is known the
             state is averaged: that is correct in both cases and merely costs more.
@@ -80,7 +81,9 @@ class Plan:
         masks: average the buffers that were not finite at the start, because one has changed.
         keeps_nonfinite: leave elements of buffers as they are where the mean is not finite.
         uneven_state: an error: state is to be averaged that only some replicas have.
+        no_mean: an error: state is to be averaged, and a part of it has no mean.
         rescaled: scale the values down before they are summed, because the sum might overflow.
+        heals: the state is not a part of this average, and has to be averaged after it.
     """
 
     healthy: NDArray[np.bool_]
@@ -97,6 +100,8 @@ class Plan:
     keeps_nonfinite: bool
     uneven_state: bool
     rescaled: bool
+    no_mean: bool = False
+    heals: bool = False
 
 
 def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compresses: bool) -> Plan:
@@ -111,9 +116,12 @@ def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compr
     taken = best(agreement) if merge == "best" else None
     shared = request.shared(agreement)
     excluded = not agreement.healthy.all()
-    wanted = bool(not shared if request.average_state == "auto" else request.average_state)
+    # Shared gradients do not make all state equal: a second set of weights depends on the learning rate.
+    auto = not shared or agreement.state_apart
+    wanted = bool(auto if request.average_state == "auto" else request.average_state)
     # Where an unhealthy replica has another state layout than the others, the others keep their own state.
-    state = (wanted or excluded or request.heals) and agreement.has_state and agreement.same_state
+    needed = (wanted or excluded or request.heals) and agreement.has_state and agreement.same_state
+    state = needed and request.include_state
     params = excluded or not (request.skip_if_equal and agreement.equal and shared is True)
     compresses = compresses and params and not request.in_full
     # A difference of huge values might overflow, and a rounded one even more so.
@@ -133,6 +141,8 @@ def decide(agreement: Agreement, request: AverageRequest, *, merge: Merge, compr
         keeps_nonfinite=agreement.masks_changed or agreement.nonfinite_alike,
         uneven_state=wanted and agreement.has_state and not agreement.same_state,
         rescaled=agreement.may_overflow,
+        no_mean=wanted and agreement.no_mean and agreement.state_apart,
+        heals=(excluded or needed) and not state,
     )
 
 

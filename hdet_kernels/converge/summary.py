@@ -21,6 +21,8 @@ class TensorSummary:
 
     layout: int  # hash of names, shapes, strides, dtypes and ties of parameters and buffers
     state: int  # the same of the optimizer state; 0 if there is none
+    moments: Tensor  # checksums of the optimizer state
+    coded: Tensor  # hashes of optimizer state of which a part has no mean; 0 if there is none
     counts: int  # hash of the optimizer's step counts
     integers: Tensor  # hashes of the values of integer buffers
     checksum: Tensor  # checksums of the parameters
@@ -120,18 +122,31 @@ class Checksum:
 # Large odd numbers without a pattern, within 64 bits.
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 
+# Elements that are hashed at once: the copies take 8 bytes each, and state in 8 bits can fill a device.
+_SLICE = 2**22
+
 
 def integer_hash(tensors: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
     """Return a 48-bit hash of the values of every row, [rows], on ``device``."""
     total = torch.zeros(rows, dtype=torch.int64, device=device)
     for number, tensor in enumerate(tensors):
-        values = tensor.reshape(rows, -1).to(torch.int64)
-        # Value and place are mixed before they are added. Otherwise changes at several places could cancel out.
-        places = torch.arange(number, number + values.shape[1], device=values.device)
-        mixed = (values + places * _ODD[0]) * _ODD[1]
-        mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
-        total += (mixed ^ (mixed >> 29)).sum(dim=1).to(device)
+        whole = tensor.reshape(rows, -1)
+        for start in range(0, whole.shape[1], _SLICE):
+            values = whole[:, start : start + _SLICE].to(torch.int64)
+            # Value and place are mixed before they are added. Otherwise changes at several places could cancel out.
+            places = torch.arange(number + start, number + start + values.shape[1], device=values.device)
+            mixed = (values + places * _ODD[0]) * _ODD[1]
+            mixed = (mixed ^ (mixed >> 31)) * _ODD[2]
+            total += (mixed ^ (mixed >> 29)).sum(dim=1).to(device)
     return total % 2**48
+
+
+def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a 48-bit hash, above 0, of the bits of tensors of any dtype, on ``device``; 0 if there are none."""
+    integers = [_bits(tensor) for tensor in tensors]
+    if not integers:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return integer_hash(integers, 1, device)[0].clamp(min=1)
 
 
 # Buffers that are not finite by design: attention masks, running minima that start at infinity, values not known yet.
@@ -140,7 +155,13 @@ def integer_hash(tensors: Sequence[Tensor], rows: int, device: torch.device) -> 
 # differs between replicas. Elements that are not finite on all replicas alike are left as they are, and so are the
 # elements of a buffer that began with infinities or NaN, as long as one replica has them.
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return integers with the bits of a tensor."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_BITS[real.element_size()]) if real.is_floating_point() else real
 
 
 def begins_nonfinite(buffer: Tensor) -> bool:
@@ -151,11 +172,7 @@ def begins_nonfinite(buffer: Tensor) -> bool:
 
 def fingerprints(buffers: Iterable[Tensor]) -> list[int]:
     """Return a number for each buffer that changes with its values. Waits for the device, once."""
-    sums = []
-    for buffer in map(local, buffers):
-        real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-        bits = real.view(_BITS[real.element_size()]) if real.is_floating_point() else real
-        sums.append(bits.sum(dtype=torch.int64))
+    sums = [_bits(buffer).sum(dtype=torch.int64) for buffer in map(local, buffers)]
     found: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     return found
 

@@ -48,9 +48,6 @@ _REFUSED = {
 }
 _ACCEPTED = ("DDPStrategy", "SingleDeviceStrategy")
 
-#: Optimizers that make the parameters of all processes equal again.
-_EQUALISERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
-
 _RETURN = '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}'
 
 
@@ -112,11 +109,6 @@ class HDET(_Callback):
         """Find the schedulers, refuse what cannot work, and take part in saving and in the syncs."""
         found = checked_schedulers(trainer.lr_scheduler_configs, automatic=pl_module.automatic_optimization)
         for optimizer in trainer.optimizers:
-            if name := next((k.__name__ for k in type(optimizer).__mro__ if k.__name__ in _EQUALISERS), None):
-                raise ValueError(
-                    f"{name} makes the parameters of all processes equal, so that replicas could not differ: use a "
-                    "plain optimizer, such as hk.FusedAdamW"
-                )
             if trainer.gradient_clip_val and _scaler(trainer) is not None and isinstance(optimizer, FusedOptimizer):
                 # Lightning clips gradients that it unscaled itself, and refuses optimizers that unscale in step().
                 optimizer._step_supports_amp_scaling = False

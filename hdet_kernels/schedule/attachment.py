@@ -269,6 +269,16 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return found
 
 
+def wrappers_of(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers around the innermost one that have a state of their own."""
+    found, current, inner = [], optimizer, unwrapped(optimizer)
+    while current is not inner:
+        if isinstance(current, Optimizer) and getattr(current, "state", inner.state) is not inner.state:
+            found.append(current)
+        current = current.optimizer
+    return found
+
+
 def outermost(optimizer: Any) -> Optimizer:
     """Return the optimizer that a torch scheduler keeps: the given one, or the innermost if torch would refuse it."""
     return optimizer if isinstance(optimizer, Optimizer) else unwrapped(optimizer)

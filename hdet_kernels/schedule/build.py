@@ -29,11 +29,13 @@ from hdet_kernels.controller.protocol import Controller, Run
 from hdet_kernels.controller.regression import RegressionController
 from hdet_kernels.controller.settings import SlopeSettings
 from hdet_kernels.converge import converger_of
+from hdet_kernels.converge.of_optimizer import of_wrappers
 from hdet_kernels.ensemble import Ensemble, ProcessEnsemble, default_ensemble
 from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, expand, peak_of, remember_bases
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.group_entries import forget_per_replica
 from hdet_kernels.schedule.arguments import GradientMode, Options
+from hdet_kernels.schedule.attachment import unwrapped, wrappers_of
 from hdet_kernels.schedule.cycle import Cycle
 from hdet_kernels.schedule.history import HistoryFile
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
@@ -69,11 +71,15 @@ class ScheduleFacts:
     before: int = 0  # steps that are made before its first: those of a scouting phase
 
 
-def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options) -> Cycle:
-    """Check the options and return the cycle that they describe. ``optimizer`` is the innermost one."""
+def build_cycle(given: Optimizer, schedule: ScheduleFacts, options: Options) -> Cycle:
+    """Check the options and return the cycle that they describe. ``given`` is the optimizer, or a wrapper around it."""
+    optimizer, wrappers = unwrapped(given), wrappers_of(given)
+    check_equaliser(optimizer)
     groups = optimizer.param_groups
     explore = options.explored(cycle_momentum=schedule.cycle_momentum)
     ensemble = ensemble_of(groups, options.ensemble)
+    if ensemble.size > 1 and options.average.state is not False and (kept := of_wrappers(wrappers)) is not None:
+        raise TypeError(kept.why)
     gradients = gradients_of(optimizer, ensemble, options.gradients)
     sync_every = _sync_every(schedule.total_steps, options, explore, gradients)
     if options.average.overlap_steps >= sync_every:
@@ -126,8 +132,8 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
     converger = converger_of(
         optimizer,
         ensemble,
-        needs_state=gradients != "shared" and average.state is not False,
         model=model,
+        wrappers=wrappers,
         buffers=buffers if average.buffers else list,
         **{name: getattr(average, name) for name in ("bucket_bytes", "compress", "backup", "outer", "merge")},
     )
@@ -158,6 +164,20 @@ def build_cycle(optimizer: Optimizer, schedule: ScheduleFacts, options: Options)
         history_file=history_file if (ensemble.replica, ensemble.part) == (0, 0) else None,
         before=schedule.before,
     )
+
+
+#: Optimizers that make the parameters of all processes equal, by name: their modules take seconds to import.
+_EQUALISERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+
+
+def check_equaliser(optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer makes the parameters of all processes equal at its steps."""
+    if name := next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _EQUALISERS), None):
+        raise ValueError(
+            f"{name} makes the parameters of all processes equal, which undoes the spread of the replicas: use a plain "
+            "optimizer; with less memory hk.FusedAdamW(state_dtype='int8'), or shard each replica with FSDP2 (HSDP: "
+            "ensemble=hk.ProcessEnsemble(mesh))"
+        )
 
 
 def _sync_every(total_steps: int | None, options: Options, explore: Sequence[Explore], gradients: GradientMode) -> int:

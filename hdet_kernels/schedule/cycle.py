@@ -37,6 +37,7 @@ from hdet_kernels.converge.handshake import handshake_cost
 from hdet_kernels.ensemble import Ensemble, held
 from hdet_kernels.fanout.spread import Placement, Spread
 from hdet_kernels.optim.base import Pairs
+from hdet_kernels.optim.foreign import has_modes, keeps_numbers, modes_of, same_modes
 from hdet_kernels.schedule.acts import Act, Before, Progress, Return, explained, peaks_of
 from hdet_kernels.schedule.arguments import GradientMode, Probe
 from hdet_kernels.schedule.gradients import Displacement, Fingerprint
@@ -123,7 +124,7 @@ class Cycle:
     _: KW_ONLY
     probe: Probe | None
     gradients: GradientMode  # "auto": found out at every sync
-    average_state: AverageState  # "auto": where gradients are local
+    average_state: AverageState  # "auto": where gradients are local, or the state differs
     overlap_steps: int  # steps after a sync at which its average is applied; 0: at once
     step: int  # steps since the schedule began; at first those that it had made before
     schedule: str  # its name in checkpoints
@@ -188,8 +189,10 @@ class Cycle:
         """Whether the parameters in this process are the average of all replicas now."""
         if self.in_consensus or self.averaged or self.ensemble.size == 1:
             return True
-        # Replicas that were averaged once, and have equal values and gradients since then, stay equal.
+        # Replicas that were averaged once, and have equal values and gradients since then, stay equal, unless the
+        # optimizer computes with numbers of its own that are not averaged.
         stays = not self.spread.diverges and self.known_shared is True and self.overlapping is None
+        stays = stays and not keeps_numbers(self.optimizer)
         return stays and self.history.last_step is not None
 
     @property
@@ -395,8 +398,8 @@ class Cycle:
         if self.apply_now():
             return True
         moved = self.started and self.history.last_step != self.before + self.made
-        state, shared = _average_state(self), self.known_shared
-        request = AverageRequest("converge", average_state=state, known_shared=shared, outer=moved)
+        state = self.average_state
+        request = AverageRequest("converge", average_state=state, known_shared=self.known_shared, outer=moved)
         report, failure = _report(self, self.step, compares=self.takes_best)
         with _caused_by(failure):
             outcome = self.converger.converge(report, request)
@@ -430,7 +433,9 @@ class Cycle:
                 "scheduler.consensus() inside scheduler.consensus(): the parameters are averaged already"
             )
         report, failure = _report(self, self.step, compares=self.takes_best)
-        with _caused_by(failure), self.converger.consensus(report):
+        with_state = has_modes(self.optimizer)  # from which eval() inside the block computes the weights
+        averaged = self.converger.consensus(report, with_state=with_state)
+        with _caused_by(failure), averaged, same_modes(self.optimizer):
             self.in_consensus = True
             try:
                 yield
@@ -454,7 +459,7 @@ def sync(cycle: Cycle, step: int, *, acting: bool) -> None:
     report, failure = _report(cycle, step, compares=compares)
     measured: list[Tensor | None] = []
     request = AverageRequest(
-        average_state=_average_state(cycle),
+        average_state=cycle.average_state,
         known_shared=cycle.known_shared,
         needs_shared=cycle.displacement is not None and not cycle.spread.reads_losses,
         needs_loss=compares and cycle.probe is None,
@@ -505,7 +510,7 @@ def _report(cycle: Cycle, step: int, *, compares: bool) -> tuple[Report, Excepti
     """
     runs = compares and cycle.probe is not None
     probe, failure = run_probe(cycle.probe, cycle.ensemble.rows) if runs and cycle.probe else (None, None)
-    settings = {"gradients": cycle.gradients, "average_state": cycle.average_state}
+    settings = {"gradients": cycle.gradients, "average_state": cycle.average_state, **modes_of(cycle.optimizer)}
     report = Report(
         step,
         # A copy: the window goes on while an average overlaps.
@@ -520,12 +525,6 @@ def _report(cycle: Cycle, step: int, *, compares: bool) -> tuple[Report, Excepti
         stepped=cycle.steps.since_sync if cycle.steps.counts else None,
     )
     return report, failure
-
-
-def _average_state(cycle: Cycle) -> AverageState:
-    if cycle.average_state != "auto":
-        return cycle.average_state
-    return "auto" if cycle.gradients == "auto" else cycle.gradients == "local"
 
 
 def _measured_by_parts(cycle: Cycle) -> Tensor | None:

@@ -585,7 +585,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         before = 0 if self._scouted is None else self._scouted.plan.steps
         peak, cycle_momentum = self._arguments["pct_start"], self._arguments["cycle_momentum"]
         facts = ScheduleFacts("OneCycleLR", self.last_epoch, self.total_steps, peak, cycle_momentum, before=before)
-        return build_cycle(self._inner, facts, self._options)
+        return build_cycle(self.optimizer, facts, self._options)
 
     def _attach(self) -> None:
         if self._phase is None:
@@ -771,7 +771,7 @@ class HDETScheduler(WithCycle, LRScheduler):
             # OneCycleLR tells its peak, and it anneals.
             None if isinstance(base, OneCycleLR) else self._rehearsed,
         )
-        return build_cycle(self._inner, facts, self._options)
+        return build_cycle(self.optimizer, facts, self._options)
 
     def _rehearsed(self, total_steps: int) -> Rehearsal | None:
         self._played = rehearse(self.base_scheduler, total_steps)

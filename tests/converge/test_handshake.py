@@ -43,6 +43,8 @@ def summary(**changes: Any) -> TensorSummary:
         "integers": torch.tensor([4]),
         "checksum": torch.tensor([5.0], dtype=torch.float64),
         "rest": torch.tensor([6.0], dtype=torch.float64),
+        "moments": torch.tensor([7.0], dtype=torch.float64),
+        "coded": torch.tensor(0),
         "nonfinite": torch.tensor([0]),
         "masks": False,
         "consensus": NAN,

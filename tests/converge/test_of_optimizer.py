@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import hdet_kernels as hk
 from hdet_kernels.converge import AverageRequest, Report, converger_of
-from hdet_kernels.converge.of_optimizer import StepCounts, averaged_state, why_not_averaged
-from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from hdet_kernels.converge.of_optimizer import StepCounts, averaged_state, without_mean
+from hdet_kernels.ensemble import ProcessEnsemble, SingleReplica
 from hdet_kernels.optim import FusedAdamW
+from tests.ranks import Cases
 
 
 def test_a_fused_optimizer_is_averaged_in_its_buffers() -> None:
@@ -44,13 +45,37 @@ class Coded(torch.optim.SGD):
         self.state[param]["codes"] = torch.zeros(3, dtype=torch.uint8)
 
 
-def test_state_without_a_mean_raises_where_it_is_needed() -> None:
-    param = nn.Parameter(torch.ones(2, 3))
+def _coded(rank: int, codes: list[int], request: dict[str, Any]) -> str:
+    """What an average of an optimizer with integer codes raises, on the rank whose first code is the given one."""
+    param = nn.Parameter(torch.full((2, 3), float(rank)))
     optimizer = Coded([param], lr=0.1)
     optimizer.code(param)
-    converger_of(optimizer, RowEnsemble(2), needs_state=False).converge(Report(1))
-    with pytest.raises(TypeError, match="the state 'codes' of parameter 0"):
-        converger_of(optimizer, RowEnsemble(2)).converge(Report(1))
+    optimizer.state[param]["codes"][0] = codes[rank]
+    try:
+        converger_of(optimizer, ProcessEnsemble()).converge(Report(1), AverageRequest(**request))
+    except TypeError as error:
+        assert param.eq(rank).all(), "nothing was averaged"
+        return str(error)
+    assert param.eq(0.5).all()
+    return ""
+
+
+CODED: dict[str, tuple[list[int], dict[str, Any], bool]] = {
+    "equal": ([1, 1], {}, False),
+    "equal, local gradients": ([1, 1], {"known_shared": False}, False),
+    "apart": ([1, 2], {}, True),
+    "apart, shared gradients": ([1, 2], {"known_shared": True}, True),
+    "apart, asked for": ([1, 2], {"average_state": True}, True),
+    "apart, not asked for": ([1, 2], {"average_state": False}, False),
+}
+_CODED = Cases(2, _coded, {name: case[:2] for name, case in CODED.items()})
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_state_without_a_mean_raises_where_replicas_differ_in_it(name: str) -> None:
+    for message in _CODED[name]:
+        assert message.startswith("the state 'codes' of parameter 0 (Coded)") is CODED[name][2]
+        assert bool(message) is CODED[name][2]
 
 
 def test_an_unknown_option_raises() -> None:
@@ -83,7 +108,7 @@ def test_fused_optimizers_give_flat_state() -> None:
     found = averaged_state(optimizer)
     assert found
     assert all(isinstance(tensor, Tensor) and tensor.dim() == 1 for tensor in found.values())
-    assert why_not_averaged(optimizer) is None
+    assert without_mean(optimizer) is None
 
 
 @pytest.mark.parametrize(
@@ -91,20 +116,21 @@ def test_fused_optimizers_give_flat_state() -> None:
     [
         ({"codes": torch.ones(2, dtype=torch.int8)}, "'codes' of parameter 1 (SGD) is Tensor of torch.int8,"),
         ({"history": [torch.ones(2)]}, "'history' of parameter 1 (SGD) is list of tensors,"),
+        ({"deep": {"blocks": [torch.ones(2)]}}, "'deep' of parameter 1 (SGD) is dict of tensors,"),
         ({"step": torch.tensor(1), "moment": torch.ones(2), "note": [1, 2], "empty": []}, None),
     ],
-    ids=["codes", "list", "fine"],
+    ids=["codes", "list", "nested", "fine"],
 )
 def test_state_without_a_mean_is_named(state: dict[str, Any], found: str | None) -> None:
     optimizer = stepped(torch.optim.SGD)
     optimizer.state[optimizer.param_groups[1]["params"][0]] = state
-    message = why_not_averaged(optimizer)
+    coded = without_mean(optimizer)
     if found is None:
-        assert message is None
+        assert coded is None
     else:
-        assert message is not None
-        assert message.startswith(f"the state {found} which has no mean: pass gradients='shared' if")
-        assert message.endswith("or averaging=hk.Averaging(state=False)")
+        assert coded is not None
+        assert coded.why.startswith(f"the state {found} which has no mean")
+        assert "hk.Averaging(state=False)" in coded.why
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW], ids=["torch", "fused"])

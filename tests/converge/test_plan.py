@@ -46,6 +46,8 @@ USUAL: dict[str, Any] = {
     "rescaled": False,
     "masks": False,
     "keeps_nonfinite": False,
+    "no_mean": False,
+    "heals": False,
 }
 LEFT_OUT = {"healthy": [True, False, True], "included": [True, False, True]}
 
@@ -71,6 +73,24 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "state left out in spite of average_state=False": (SICK, {"average_state": False}, LEFT_OUT),
     "state that heals": ({}, {"average_state": False, "heals": True}, {}),
     "nothing to heal with": ({"has_state": False}, {"average_state": False, "heals": True}, {"state": False}),
+    "state that differs": ({"shared": True, "state_apart": True}, {}, {"shared": True}),
+    "state that differs, not asked for": (
+        {"shared": True, "state_apart": True},
+        {"average_state": False},
+        {"shared": True, "state": False},
+    ),
+    "state that differs and is not here": (
+        {"shared": True, "state_apart": True},
+        {"include_state": False},
+        {"shared": True, "state": False, "heals": True},
+    ),
+    # State that has no mean
+    "no mean": ({"no_mean": True, "has_state": False}, {}, {"state": False}),
+    "no mean, and apart": (
+        {"no_mean": True, "has_state": False, "state_apart": True},
+        {},
+        {"state": False, "no_mean": True},
+    ),
     # State that not all have
     "uneven state": ({"same_state": False}, {}, {"state": False, "uneven_state": True}),
     "uneven state asked for": (
@@ -83,7 +103,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "uneven state of a replica left out": (
         {"same_state": False, "shared": True, **SICK},
         {},
-        {"shared": True, "state": False, **LEFT_OUT},
+        {"shared": True, "state": False, "heals": True, **LEFT_OUT},
     ),
     "no state counts as even": ({"same_state": False, "has_state": False}, {}, {"state": False}),
     # Step counts and integers

@@ -117,14 +117,14 @@ def _coupled(params: Any, lr: float) -> torch.optim.Adam:
 
 
 BETAS = [hk.Explore("betas[1]", spread=0.3, bounds=(0.1, 0.999))]
-#: Runs on shared gradients, and whether rank 0's file at a sync restores all ranks. It does not where the moments
-#: depend on more than the gradient: on the parameters, by a decay that is added to the gradient, or on explored betas.
+#: Runs on shared gradients, and whether rank 0's file at a sync restores all ranks. Where the moments depend on more
+#: than the gradient (on the parameters, by a coupled decay, or on explored betas) they are averaged.
 AT_A_SYNC: dict[str, tuple[dict[str, Any], bool]] = {
     "decoupled decay": ({}, True),
-    "coupled decay": ({"make_optimizer": _coupled}, False),
-    "coupled decay, averaged": ({"make_optimizer": _coupled, "average_state": True}, True),
-    "explored betas": ({"explore": BETAS, "cycle_momentum": False}, False),
-    "explored betas, averaged": ({"explore": BETAS, "cycle_momentum": False, "average_state": True}, True),
+    "coupled decay": ({"make_optimizer": _coupled}, True),
+    "coupled decay, not averaged": ({"make_optimizer": _coupled, "average_state": False}, False),
+    "explored betas": ({"explore": BETAS, "cycle_momentum": False}, True),
+    "explored betas, not averaged": ({"explore": BETAS, "cycle_momentum": False, "average_state": False}, False),
     "explored eps": ({"explore": [hk.Explore("eps", spread=0.5)]}, True),
 }
 

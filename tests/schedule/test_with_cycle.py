@@ -65,6 +65,10 @@ def _in_sync(rank: int, options: dict[str, Any]) -> list[tuple[str, bool, bool]]
     return found
 
 
+def _coupled(params: Any, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr, momentum=0.9, weight_decay=0.1)
+
+
 LONG = {"total_steps": 40, "sync_every": 4}
 #: With shared gradients replicas are equal from the peak of the schedule on, which is at step 12.
 IN_SYNC = Cases(
@@ -72,13 +76,17 @@ IN_SYNC = Cases(
     _in_sync,
     {
         "shared": ({**LONG},),
+        "coupled decay": ({**LONG, "make_optimizer": _coupled},),
         "local": ({**LONG, "ddp": False, "auto_lr": False},),
         "overlapped": ({**LONG, "ddp": False, "auto_lr": False, "overlap_steps": 2},),
     },
 )
 
 
-@pytest.mark.parametrize(("kind", "synced"), [("shared", 2 + 2 + 18), ("local", 2 + 2 + 4), ("overlapped", 2 + 1)])
+@pytest.mark.parametrize(
+    ("kind", "synced"),
+    [("shared", 2 + 2 + 18), ("coupled decay", 2 + 2 + 18), ("local", 2 + 2 + 4), ("overlapped", 2 + 1)],
+)
 def test_in_sync_is_true_where_the_replicas_are_equal(kind: str, synced: int) -> None:
     for found in IN_SYNC[kind]:
         wrong = [moment for moment, told, equal in found if told is not equal]

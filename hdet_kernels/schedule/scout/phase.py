@@ -24,6 +24,7 @@ from hdet_kernels.converge.attendance import Attendance
 from hdet_kernels.converge.handshake import check_same_everywhere
 from hdet_kernels.fanout.spread import Spread, rates_of
 from hdet_kernels.optim.base import Pairs
+from hdet_kernels.optim.foreign import same_modes
 from hdet_kernels.optim.group_entries import write_entry
 from hdet_kernels.schedule.acts import Act
 from hdet_kernels.schedule.build import one_cycle_at, write_momentum
@@ -468,7 +469,7 @@ class Scouting:
         if self.start.step is None:
             yield
             return
-        with self.start.model_held():
+        with self.start.model_held(), same_modes(self.optimizer):
             self.in_consensus = True
             try:
                 yield

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet_kernels.optim.foreign import own_entries, with_inner
 from hdet_kernels.tensors import local
 
 log = logging.getLogger("hdet_kernels")
@@ -166,15 +167,20 @@ _INITIAL = {
 
 
 def whole_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, and its other values. The tensors are those in use."""
+    """Return the tensors of an optimizer's state by name, and its other values. The tensors are those in use.
+
+    Numbers that it keeps in its groups are among the other values: a second set of weights depends on them.
+    """
     if (flats := _flats(optimizer)) is not None:
         return flats(), {}
     tensors, others = {}, {}
-    for name, _, value in _entries(optimizer):
+    for name, _, _, value in _entries(optimizer):
         if isinstance(value, Tensor):
             tensors[name] = local(value)
         else:
             others[name] = copy.deepcopy(value)
+    for number, group in enumerate(optimizer.param_groups):
+        others |= {f"group {number}/{name}": copy.deepcopy(group.get(name)) for name in own_entries(optimizer)}
     return tensors, others
 
 
@@ -184,7 +190,7 @@ def state_pairs(optimizer: Optimizer, tensors: dict[str, Tensor]) -> list[tuple[
         return [
             (name, _by_replica(flat, tensors[name]), tensors[name]) for name, flat in flats().items() if name in tensors
         ]
-    now = {name: local(value) for name, _, value in _entries(optimizer) if isinstance(value, Tensor)}
+    now = {name: local(value) for name, _, _, value in _entries(optimizer) if isinstance(value, Tensor)}
     return [(name, tensor, tensors[name]) for name, tensor in now.items() if name in tensors]
 
 
@@ -200,17 +206,20 @@ def reset_others(optimizer: Optimizer, tensors: dict[str, Tensor], others: dict[
             if name not in tensors:
                 flat.zero_()
         return
+    for number, group in enumerate(optimizer.param_groups):
+        kept = {name: others.get(f"group {number}/{name}") for name in own_entries(optimizer)}
+        group.update({name: copy.deepcopy(value) for name, value in kept.items() if value is not None})
     capturable = {id(p): bool(g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
-    for name, param, value in list(_entries(optimizer)):
+    for name, param, state, value in list(_entries(optimizer)):
         key = name.partition("/")[2]
         if name in others:
-            optimizer.state[param][key] = copy.deepcopy(others[name])
+            state[key] = copy.deepcopy(others[name])
         elif name in tensors and isinstance(value, Tensor):
             continue
         elif capturable[id(param)] and key in _INITIAL and isinstance(value, Tensor):
             local(value).fill_(_INITIAL[key])
         else:
-            del optimizer.state[param][key]
+            del state[key]
 
 
 def _by_replica(counts: Tensor, saved: Tensor) -> Tensor:
@@ -225,9 +234,11 @@ def _flats(optimizer: Optimizer) -> Callable[[], dict[str, Tensor]] | None:
     return found if callable(found) else None
 
 
-def _entries(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Any]]:
-    """Yield the name, the parameter and the value of every entry of the state."""
+def _entries(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any], Any]]:
+    """Yield the name of every entry of the state, its parameter, the state of this, and the value of the entry."""
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    for index, param in enumerate(params.values()):
-        for key, value in optimizer.state.get(param, {}).items():
-            yield f"{index}/{key}", param, value
+    for depth, each in enumerate(with_inner(optimizer)):
+        for index, param in enumerate(params.values()):
+            state = each.state.get(param, {})
+            for key, value in state.items():
+                yield f"{f'inner {depth}:' if depth else ''}{index}/{key}", param, state, value

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from hdet_kernels.controller.protocol import Observation, Run, State, TryingController, UndoingController
 from hdet_kernels.converge import Converger, Outcome
 from hdet_kernels.fanout.spread import Spread
+from hdet_kernels.optim.foreign import has_modes
 from hdet_kernels.schedule.acts import Progress, Return, ReturnKind
 from hdet_kernels.schedule.arguments import HasBuffers
 from hdet_kernels.schedule.gradients import Displacement
@@ -210,9 +212,14 @@ class KeptStart:
             kept = self.copy.read()
             self._write_model(kept["params"], kept["buffers"])
             self.copy.was_read()
+        state, modes = self.optimizer.state, has_modes(self.optimizer)
+        if modes:  # eval() inside the block would compute the weights from the state of now
+            self.optimizer.state = defaultdict(dict)
         try:
             yield
         finally:
+            if modes:
+                self.optimizer.state = state
             with torch.no_grad():
                 self._write_model(*own)
 
