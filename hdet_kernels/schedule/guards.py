@@ -11,13 +11,17 @@ scheduler were built. Such a scheduler begins as one replica and takes the defau
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import TensorWeakRef
 
 from hdet_kernels.ensemble import Ensemble, announced_size
@@ -139,6 +143,59 @@ def _trace(gradient: Tensor | None) -> tuple[TensorWeakRef, int] | None:
     if type(gradient) is not Tensor or gradient.is_inference():
         return None
     return TensorWeakRef(gradient), times_written(gradient)
+
+
+class RivalSchedules:
+    """Notices another schedule that writes the learning rates of the optimizer: what either writes is overwritten."""
+
+    #: How often it is looked for who wrote. It takes as long as a collection of garbage.
+    MOST_SEARCHES = 3
+
+    def __init__(self) -> None:
+        self._searches = 0
+        self._wrote: list[float | Tensor] | None = None
+
+    def wrote(self, rates: Sequence[float | Tensor]) -> None:
+        """Note the learning rates that the scheduler has just written. Those on a GPU are not looked at: it waits."""
+        searching = self._searches < self.MOST_SEARCHES
+        on_host = all(rate.is_cpu for rate in rates if isinstance(rate, Tensor))
+        self._wrote = list(rates) if searching and on_host else None
+
+    def wrote_since(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return whether somebody else has written a learning rate since then."""
+        return self._wrote is not None and [group["lr"] for group in groups] != self._wrote
+
+    def find(self, optimizer: Optimizer, *, own: LRScheduler, told: bool) -> None:
+        """Warn once of a torch scheduler that wrote the learning rates of now.
+
+        Args:
+            optimizer: the innermost one.
+            own: the HDET scheduler.
+            told: whether this process warns.
+        """
+        self._searches, self._wrote = self._searches + 1, None
+        rates = [group["lr"] for group in optimizer.param_groups]
+        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and each is not own]
+        for name in (type(each).__name__ for each in found if _wrote(each, optimizer, rates)):
+            self._searches = self.MOST_SEARCHES
+            if told:
+                log.warning(
+                    "%s wrote the learning rates of the optimizer (%s), and %s writes them too: what one writes the "
+                    "other overwrites. Step one scheduler alone: hk.HDETScheduler(base_scheduler) spreads the learning "
+                    "rates of the %s that it wraps",
+                    *(name, ", ".join(f"{float(rate):g}" for rate in rates), type(own).__name__, name),
+                )
+            return
+
+
+def _wrote(scheduler: LRScheduler, optimizer: Optimizer, rates: list[Any]) -> bool:
+    """Return whether a scheduler is one of these groups, and wrote these learning rates to them at its last step."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    same = len(groups) == len(rates) and all(map(is_, groups, optimizer.param_groups))
+    try:
+        return same and scheduler.get_last_lr() == rates
+    except AttributeError:  # its constructor failed
+        return False
 
 
 def _capturing() -> bool:

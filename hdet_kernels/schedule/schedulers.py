@@ -66,7 +66,7 @@ from hdet_kernels.schedule.build import (
     write_momentum,
 )
 from hdet_kernels.schedule.cycle import Cycle
-from hdet_kernels.schedule.guards import LateEnsemble
+from hdet_kernels.schedule.guards import LateEnsemble, RivalSchedules
 from hdet_kernels.schedule.history import (
     HistorySummary,
     SyncCallback,
@@ -87,7 +87,7 @@ log = logging.getLogger("hdet_kernels")
 #: Attributes of a scheduler that are not part of torch's schedule.
 _OWN = (
     *("_cycle", "_phase", "_late", "_scouted", "_arguments", "_options", "_follows_ties", "_callbacks"),
-    "_told_of_saving",
+    *("_told_of_saving", "_rivals"),
 )
 
 
@@ -103,6 +103,7 @@ class WithCycle:
     _follows_ties = False  # the checkpoint that was loaded last decided which groups are tied
     _callbacks: SyncCallbacks | None = None
     _told_of_saving = False  # it was said that state_dict() of the model gave one replica of several
+    _rivals: RivalSchedules | None = None  # None while the scheduler is built
 
     @property
     def cycle(self) -> Cycle:
@@ -202,6 +203,7 @@ class WithCycle:
         self._check_outside_callbacks("converge()")
         if self._part.converge():
             self._begin_schedule_again()
+        self._note_rates()
         self._call_callbacks()
 
     def consensus(self) -> contextlib.AbstractContextManager[None]:
@@ -297,6 +299,7 @@ class WithCycle:
     def _built(self) -> None:
         """End the construction: hook the scheduler to the optimizer, and name the replicas if they are known."""
         self._late = LateEnsemble(self._options.ensemble, self.cycle.ensemble)
+        self._note_rates()
         if not self._late.open:
             self._announce()
         self._attach()
@@ -304,6 +307,19 @@ class WithCycle:
         if self._part.start is not None:
             stack = self.cycle.ensemble.stack if isinstance(self.cycle.ensemble, StackEnsemble) else None
             call_after_loading(self._options.model if stack is None else stack, self._after_loading)
+
+    def _note_rates(self) -> None:
+        """Note the learning rates that this scheduler has written."""
+        self._last_lr = rates_of(self._inner.param_groups)
+        if self._rivals is None:
+            self._rivals = RivalSchedules()
+        self._rivals.wrote(self._last_lr)
+
+    def _before_step(self) -> None:
+        """Look at what happened since the last step of the scheduler. Before every step of it and of the optimizer."""
+        if self._rivals is not None and self._rivals.wrote_since(self._inner.param_groups):
+            self._rivals.find(self._inner, own=self, told=self.cycle.first_process)
+        self._find_replicas()
 
     def _find_replicas(self) -> None:
         """Decide who the replicas are, before the first use: the process group that exists by now, or one replica."""
@@ -371,7 +387,7 @@ class WithCycle:
         cycle = self.cycle
         for group, rate in zip(self._inner.param_groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = rates_of(self._inner.param_groups)
+        self._note_rates()
         cycle.write()
         cycle.publish()
 
@@ -389,7 +405,7 @@ class WithCycle:
         cycle.history, cycle.window = before.history, before.window
         cycle.write()
         self._cycle = cycle
-        self._last_lr = rates_of(self._inner.param_groups)
+        self._note_rates()
         self._attach()
         cycle.publish()
 
@@ -533,7 +549,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 self._cycle.write()
             else:
                 self._phase = self._new_phase(self._scouted)
-            self._last_lr = rates_of(self._inner.param_groups)
+            self._note_rates()
         self._built()
 
     @property
@@ -554,13 +570,13 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             super().step()
             return
         check_no_epoch(loss)
-        self._find_replicas()
+        self._before_step()
         self._check_outside_callbacks("step()")
         if (phase := self._phase) is not None:
             phase.end_step(loss)
             if phase.scouted.found is not None:
                 self._begin_run(phase.scouted)
-            self._last_lr = rates_of(self._inner.param_groups)
+            self._note_rates()
         else:
             cycle = self._cycle
             changed = cycle.end_step(loss, self.total_steps)
@@ -568,6 +584,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
             if changed:
                 cycle.write()
             cycle.publish()
+            self._note_rates()
         self._call_callbacks()
 
     def get_lr(self) -> list[float | Tensor]:
@@ -589,9 +606,9 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
 
     def _attach(self) -> None:
         if self._phase is None:
-            attach(self.cycle, self, before=self._find_replicas)
+            attach(self.cycle, self, before=self._before_step)
         else:
-            attach(self._phase, self, before=self._find_replicas, at_end=self._phase.own.end)
+            attach(self._phase, self, before=self._before_step, at_end=self._phase.own.end)
             self._phase.own.begin()
 
     # The scouting phase
@@ -622,7 +639,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
         self._cycle.history = history
         self._phase = self._new_phase(self._scouted)
         self._phase.replace(before)
-        self._last_lr = rates_of(self._inner.param_groups)
+        self._note_rates()
         self._attach()
 
     def _begin_run(self, scouted: Scouted) -> None:
@@ -687,7 +704,7 @@ class HDETOneCycleLR(WithCycle, OneCycleLR):
                 self._phase.scouted = scouted
                 checkpoint.restore(self.cycle, hdet)
                 self._phase.load_state_dict(checkpoint.to_plain(phase), schedule)
-            self._last_lr = rates_of(self._inner.param_groups)
+            self._note_rates()
         self.cycle.steps.begin_anew()
 
 
@@ -756,7 +773,7 @@ class HDETScheduler(WithCycle, LRScheduler):
             own_values_back(self._inner)
             self._cycle = self._new_cycle()
             self._cycle.write()
-        self._last_lr = rates_of(self._inner.param_groups)
+        self._note_rates()
         self._built()
 
     def _new_cycle(self) -> Cycle:
@@ -778,7 +795,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         return self._played
 
     def _attach(self) -> None:
-        attach(self.cycle, self.base_scheduler, before=self._find_replicas)
+        attach(self.cycle, self.base_scheduler, before=self._before_step)
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -792,7 +809,7 @@ class HDETScheduler(WithCycle, LRScheduler):
     def step(self, loss: Loss | None = None) -> None:
         """Record ``loss``, sync if one is due, and set the next learning rates, as :meth:`HDETOneCycleLR.step`."""
         check_no_epoch(loss)
-        self._find_replicas()
+        self._before_step()
         self._check_outside_callbacks("step()")
         # OneCycleLR refuses to go on after its last step; the others do not end.
         last_step = self.base_scheduler.total_steps if isinstance(self.base_scheduler, OneCycleLR) else None
@@ -806,7 +823,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         self.base_scheduler.step()
         for group, rate in zip(groups, cycle.spread.rates(self._scheduled()), strict=True):
             write_entry(group, "lr", rate)
-        self._last_lr = rates_of(self._inner.param_groups)
+        self._note_rates()
         if changed:
             cycle.write()
         cycle.publish()
@@ -855,7 +872,7 @@ class HDETScheduler(WithCycle, LRScheduler):
         with self._undone_on_error(), checkpoint.schedule_loaded(base, schedule):
             checkpoint.restore(self.cycle, hdet)
             write_momentum(base, self.cycle.position)
-            self._last_lr = rates_of(self._inner.param_groups)
+            self._note_rates()
         self.cycle.steps.begin_anew()
 
 
