@@ -108,28 +108,28 @@ def of_wrappers(wrappers: Sequence[Optimizer]) -> NoMean | None:
     """Return the state that wrappers around an optimizer keep beside its state, such as Lookahead's slow weights."""
     for wrapper in wrappers:
         entries = [(key, value) for state in wrapper.state.values() for key, value in state.items()]
-        tensors = {key: list(_plain(value)) for key, value in entries}
-        if found := [part for _, value in entries for part in _plain(value)]:
-            name, key = type(wrapper).__name__, next(key for key, parts in tensors.items() if parts)
+        if found := [(key, part) for key, value in entries for part in _plain(value)]:
+            inner = type(getattr(wrapper, "optimizer", None)).__name__
             why = (
-                f"{name} keeps state {key!r} of its own around {type(wrapper.optimizer).__name__}, which is neither "  # type: ignore[attr-defined]
+                f"{type(wrapper).__name__} keeps state {found[0][0]!r} of its own around {inner}, which is neither "
                 "averaged nor brought back when the replicas return to the start: pass the inner optimizer alone, or "
                 "averaging=hk.Averaging(state=False) to leave every replica its own"
             )
-            return NoMean(unique(found), why)
+            return NoMean(unique(part for _, part in found), why)
     return None
 
 
 def _has_mean(value: object) -> bool:
-    averaged = isinstance(value, Tensor) and (value.dtype in AVERAGED or value.is_complex())
-    return averaged and not hasattr(type(part_of(value)), "__tensor_flatten__")
+    if not isinstance(value, Tensor) or hasattr(type(part_of(value)), "__tensor_flatten__"):
+        return False
+    return value.dtype in AVERAGED or value.is_complex()
 
 
 def _plain(value: object) -> Iterator[Tensor]:
     """Yield the tensors that have the memory of a tensor: itself, or those inside of a subclass."""
     if not isinstance(value, Tensor):
         return
-    part = part_of(value)
+    part: Any = part_of(value)
     if hasattr(type(part), "__tensor_flatten__"):
         for name in part.__tensor_flatten__()[0]:
             yield from _plain(getattr(part, name))

@@ -56,7 +56,8 @@ class Averaging:
         bucket_bytes: the most that one collective carries. Default: 512 MiB.
         outer: an :class:`Outer`: a step of an outer optimizer follows every average.
         merge: ``"mean"``, or ``"best"``: all replicas become a copy of the healthy one with the lowest loss.
-        state: average the optimizer's moments too: True, False, or ``"auto"``: with local gradients.
+        state: average the optimizer's state too: True, False, or ``"auto"``: with local gradients, and where replicas
+            differ in it.
         buffers: average the model's buffers.
     """
 

@@ -20,14 +20,21 @@ def own_entries(optimizer: Optimizer) -> list[str]:
 
     They are the defaults that are no arguments of its constructor, apart from flags.
     """
-    named = _arguments(type(optimizer))
+    kind: Any = type(optimizer)
+    named = _arguments(kind)
     return [name for name, value in optimizer.defaults.items() if name not in named and not isinstance(value, bool)]
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those that it holds as attributes, such as the base optimizer of SAM or Lookahead."""
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
-    return [optimizer, *(each for one in inner for each in with_inner(one))]
+    """Return an optimizer and those with a state of their own that it holds, such as the base optimizer of SAM."""
+    found = {id(optimizer.state): optimizer}
+    waiting = [optimizer]
+    while waiting:
+        held = [value for value in vars(waiting.pop()).values() if isinstance(value, Optimizer)]
+        new = {id(each.state): each for each in held if id(each.state) not in found}
+        found |= new
+        waiting += new.values()
+    return list(found.values())
 
 
 def keeps_numbers(optimizer: Optimizer) -> bool:
@@ -67,5 +74,5 @@ def same_modes(optimizer: Optimizer) -> Iterator[None]:
 
 
 @cache
-def _arguments(kind: type[Optimizer]) -> frozenset[str]:
+def _arguments(kind: Any) -> frozenset[str]:
     return frozenset(inspect.signature(kind).parameters)

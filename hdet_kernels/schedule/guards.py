@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -153,29 +153,28 @@ class RivalSchedules:
 
     def __init__(self) -> None:
         self._searches = 0
-        self._wrote: list[float | Tensor] | None = None
+        self._wrote: list[object] | None = None
 
-    def wrote(self, rates: Sequence[float | Tensor]) -> None:
-        """Note the learning rates that the scheduler has just written. Those on a GPU are not looked at: it waits."""
-        searching = self._searches < self.MOST_SEARCHES
-        on_host = all(rate.is_cpu for rate in rates if isinstance(rate, Tensor))
-        self._wrote = list(rates) if searching and on_host else None
+    def wrote(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Note that the scheduler has just written the learning rates of the groups."""
+        self._wrote = [_mark(group["lr"]) for group in groups] if self._searches < self.MOST_SEARCHES else None
 
     def wrote_since(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether somebody else has written a learning rate since then."""
-        return self._wrote is not None and [group["lr"] for group in groups] != self._wrote
+        return self._wrote is not None and [_mark(group["lr"]) for group in groups] != self._wrote
 
-    def find(self, optimizer: Optimizer, *, own: LRScheduler, told: bool) -> None:
+    def find(self, optimizer: Optimizer, *, own: object, told: bool) -> None:
         """Warn once of a torch scheduler that wrote the learning rates of now.
 
         Args:
             optimizer: the innermost one.
-            own: the HDET scheduler.
+            own: the HDET scheduler, which may wrap others.
             told: whether this process warns.
         """
         self._searches, self._wrote = self._searches + 1, None
         rates = [group["lr"] for group in optimizer.param_groups]
-        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and each is not own]
+        mine = {id(part) for part in _with_parts(own)}
+        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and id(each) not in mine]
         for name in (type(each).__name__ for each in found if _wrote(each, optimizer, rates)):
             self._searches = self.MOST_SEARCHES
             if told:
@@ -186,6 +185,20 @@ class RivalSchedules:
                     *(name, ", ".join(f"{float(rate):g}" for rate in rates), type(own).__name__, name),
                 )
             return
+
+
+def _mark(rate: float | Tensor) -> object:
+    """Return what changes when a learning rate is written, without waiting for a device."""
+    return (id(rate), times_written(rate)) if isinstance(rate, Tensor) else rate
+
+
+def _with_parts(scheduler: object) -> Iterator[object]:
+    """Yield a scheduler and those that it wraps."""
+    yield scheduler
+    for value in vars(scheduler).values():
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, LRScheduler):
+                yield from _with_parts(part)
 
 
 def _wrote(scheduler: LRScheduler, optimizer: Optimizer, rates: list[Any]) -> bool:

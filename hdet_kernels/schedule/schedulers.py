@@ -145,9 +145,10 @@ class WithCycle:
 
         True before the first step, after a sync or :meth:`converge` until the next step of the optimizer, inside
         :meth:`consensus`, and for a single replica. Also between syncs once replicas no longer differ: with shared
-        gradients, after the controller stops. A checkpoint of one process stands for all where it is True. With
-        ``max_lr=None``, while a learning rate is looked for, it is True where the model is the one that the run begins
-        with. Replicas that begin apart (warm noisy initialisation) are not told from others before the first sync.
+        gradients, after the controller stops, unless the optimizer has numbers of its own in its groups. A checkpoint
+        of one process stands for all where it is True. With ``max_lr=None``, while a learning rate is looked for, it is
+        True where the model is the one that the run begins with. Replicas that begin apart (warm noisy initialisation)
+        are not told from others before the first sync.
         """
         return self._part.in_sync
 
@@ -212,7 +213,7 @@ class WithCycle:
         This replica's own parameters come back afterwards. ``state_dict()`` refers to live tensors: save or clone it
         inside the block. It is the plain mean with ``outer=`` too; with ``merge="best"`` it is the best replica now, or
         the mean where no loss is known. With ``max_lr=None``, while a learning rate is looked for, it is the model that
-        the run begins with.
+        the run begins with. The mode of an optimizer with ``eval()`` and ``train()`` is that of before again, too.
         """
         self._find_replicas()
         return self._part.consensus()
@@ -313,7 +314,7 @@ class WithCycle:
         self._last_lr = rates_of(self._inner.param_groups)
         if self._rivals is None:
             self._rivals = RivalSchedules()
-        self._rivals.wrote(self._last_lr)
+        self._rivals.wrote(self._inner.param_groups)
 
     def _before_step(self) -> None:
         """Look at what happened since the last step of the scheduler. Before every step of it and of the optimizer."""

@@ -79,7 +79,7 @@ def _counted(rank: int, bucket_bytes: int, shared: bool) -> dict[str, Any]:
     wire = Wire()
     trainer = Trainer(
         rank, ddp=False, auto_lr=False, make_optimizer=FusedAdamW, bucket_bytes=bucket_bytes,
-        gradients="shared" if shared else "local",
+        gradients="shared" if shared else "local", average_state=not shared,
     )  # fmt: skip
     trainer.train(3)
     wire.clear()
