@@ -190,10 +190,10 @@ class Cycle:
         if self.in_consensus or self.averaged or self.ensemble.size == 1:
             return True
         # Replicas that were averaged once, and have equal values and gradients since then, stay equal, unless the
-        # optimizer computes with numbers of its own that are not averaged.
+        # optimizer computes with state or numbers of its own that were not averaged.
         stays = not self.spread.diverges and self.known_shared is True and self.overlapping is None
-        stays = stays and not keeps_numbers(self.optimizer)
-        return stays and self.history.last_step is not None
+        whole = self.average_state is not False and not keeps_numbers(self.optimizer)
+        return stays and whole and self.history.last_step is not None
 
     @property
     def start(self) -> KeptStart | None:

@@ -145,10 +145,10 @@ class WithCycle:
 
         True before the first step, after a sync or :meth:`converge` until the next step of the optimizer, inside
         :meth:`consensus`, and for a single replica. Also between syncs once replicas no longer differ: with shared
-        gradients, after the controller stops, unless the optimizer has numbers of its own in its groups. A checkpoint
-        of one process stands for all where it is True. With ``max_lr=None``, while a learning rate is looked for, it is
-        True where the model is the one that the run begins with. Replicas that begin apart (warm noisy initialisation)
-        are not told from others before the first sync.
+        gradients, after the controller stops, unless the optimizer has numbers of its own in its groups or its state is
+        not averaged. A checkpoint of one process stands for all where it is True. With ``max_lr=None``, while a
+        learning rate is looked for, it is True where the model is the one that the run begins with. Replicas that begin
+        apart (warm noisy initialisation) are not told from others before the first sync.
         """
         return self._part.in_sync
 

@@ -77,6 +77,7 @@ IN_SYNC = Cases(
     {
         "shared": ({**LONG},),
         "coupled decay": ({**LONG, "make_optimizer": _coupled},),
+        "state left alone": ({**LONG, "make_optimizer": _coupled, "average_state": False},),
         "local": ({**LONG, "ddp": False, "auto_lr": False},),
         "overlapped": ({**LONG, "ddp": False, "auto_lr": False, "overlap_steps": 2},),
     },
@@ -85,7 +86,13 @@ IN_SYNC = Cases(
 
 @pytest.mark.parametrize(
     ("kind", "synced"),
-    [("shared", 2 + 2 + 18), ("coupled decay", 2 + 2 + 18), ("local", 2 + 2 + 4), ("overlapped", 2 + 1)],
+    [
+        ("shared", 2 + 2 + 18),
+        ("coupled decay", 2 + 2 + 18),
+        ("state left alone", 2 + 2 + 4),
+        ("local", 2 + 2 + 4),
+        ("overlapped", 2 + 1),
+    ],
 )
 def test_in_sync_is_true_where_the_replicas_are_equal(kind: str, synced: int) -> None:
     for found in IN_SYNC[kind]:
