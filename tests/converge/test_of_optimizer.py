@@ -78,6 +78,11 @@ def test_state_without_a_mean_raises_where_replicas_differ_in_it(name: str) -> N
         assert bool(message) is CODED[name][2]
 
 
+def test_an_argument_of_the_version_before_is_named() -> None:
+    with pytest.warns(DeprecationWarning, match="needs_state"):
+        converger_of(torch.optim.SGD([nn.Parameter(torch.ones(2))]), SingleReplica(), needs_state=False)
+
+
 def test_an_unknown_option_raises() -> None:
     with pytest.raises(TypeError, match="compression"):
         converger_of(torch.optim.SGD([nn.Parameter(torch.ones(2))]), SingleReplica(), compression="bf16")

@@ -23,7 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet_kernels as hk
+from hdet_kernels.converge import converger_of
+from hdet_kernels.ensemble import SingleReplica
+from hdet_kernels.optim.foreign import same_modes
 from hdet_kernels.schedule.undo.copies import reset_others, whole_state
+from hdet_kernels.schedule.undo.undoing import KeptStart
 from tests.ranks import Cases
 from tests.training import WIDTH, batch, loss_of, network, same
 
@@ -369,3 +373,23 @@ def test_a_return_to_the_start_brings_numbers_in_groups_back() -> None:
     reset_others(optimizer, *kept)
     assert optimizer.param_groups[0] | {"params": None} == before
     assert not any(optimizer.state.values())
+
+
+@needs_schedule_free
+def test_the_start_is_evaluated_without_the_state_of_now() -> None:
+    """While a learning rate is looked for, ``consensus()`` shows the model that the run begins with."""
+    module = network()
+    optimizer = schedule_free(module.parameters(), lr=0.1)
+    kept = KeptStart(optimizer, converger_of(optimizer, SingleReplica()), None, tuple)
+    kept.keep(0)
+    start = copy.deepcopy(list(module.parameters()))
+    for step in range(3):
+        loss_of(module, *batch(0, step)).backward()
+        optimizer.step()
+    own, state = copy.deepcopy(list(module.parameters())), optimizer.state
+    with kept.model_held(), same_modes(optimizer):
+        optimizer.eval()
+        assert same(list(module.parameters()), start)
+    assert same(list(module.parameters()), own)
+    assert optimizer.state is state
+    assert optimizer.param_groups[0]["train_mode"]
