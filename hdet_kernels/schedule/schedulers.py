@@ -311,15 +311,18 @@ class WithCycle:
 
     def _note_rates(self) -> None:
         """Note the learning rates that this scheduler has written."""
-        self._last_lr = rates_of(self._inner.param_groups)
+        groups = self._inner.param_groups if self._cycle is None else self._cycle.optimizer.param_groups
+        self._last_lr = rates_of(groups)
         if self._rivals is None:
             self._rivals = RivalSchedules()
-        self._rivals.wrote(self._inner.param_groups)
+        self._rivals.wrote(groups)
 
     def _before_step(self) -> None:
         """Look at what happened since the last step of the scheduler. Before every step of it and of the optimizer."""
-        if self._rivals is not None and self._rivals.wrote_since(self._inner.param_groups):
-            self._rivals.find(self._inner, own=self, told=self.cycle.first_process)
+        if self._rivals is not None and self._cycle is not None:
+            optimizer = self._cycle.optimizer
+            if self._rivals.wrote_since(optimizer.param_groups):
+                self._rivals.find(optimizer, own=self, told=self._cycle.first_process)
         self._find_replicas()
 
     def _find_replicas(self) -> None:
