@@ -34,13 +34,9 @@ def not_compiled(function: Function) -> Function:
     return decorated
 
 
-def times_written(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place: ``Tensor._version``, in torch 2.11 to 2.13.
-
-    Without it a scheduler step too many is noticed only once several follow each other, and the module of a stack does
-    not tell that it is not trained.
-    """
-    return int(tensor._version)
+#: Returns how often a tensor was written in place: ``Tensor._version``, in torch 2.11 to 2.13. Without it a scheduler
+#: step too many is noticed only once several follow each other.
+times_written: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def after_backward(call: Callable[[], None]) -> bool:

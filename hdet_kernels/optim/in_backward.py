@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, groupby, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ SettingsBefore = Callable[[], str | None]
 NOTED_VALUES = 4
 
 #: What is compared of a gradient: how often it was written in place, and where it is.
-Trace = tuple[int, int, int]
+Trace = tuple[int, int]
 
 
 class SteppingOptimizer(Protocol):
@@ -96,6 +96,8 @@ class BackwardSteps:
         self._members = [slice(start, end) for start, end in pairwise([0, *ends])]
         self._part_of = [part for part, slots in enumerate(tied) for params in slots for _ in params]
         self._index = {id(param): index for index, param in enumerate(self._params)}
+        self._are_distributed = any(map(is_distributed, self._params))
+        self._are_stacked = any(replicas_of(param) is not None for param in self._params)
         self._states = [WAITING] * len(self._params)
         self._given: dict[int, Tensor] = {}  # gradients that are not in ``grad`` yet: those of DDP
         # Tied parameters are complete only when all of them have arrived.
@@ -191,7 +193,7 @@ class BackwardSteps:
                 self._end_is_told = after_backward(partial(_note_left, weakref.ref(self)))
             # DistributedDataParallel, if it is not known, averages at the end.
             if self._is_first or not self._end_is_told:
-                self._note(self._last)
+                self._note([] if self._last is None else [self._last])
             self._last = index
             if not self._completed_before:
                 self._order.append(index)
@@ -234,19 +236,17 @@ class BackwardSteps:
             if self._settings is None:
                 return  # it accumulated
             # Where few parameters have hooks, gradients are not accumulated: those that are there are complete.
-            known = bool(self._completed_before)
-            for index, (state, param) in enumerate(zip(self._states, self._params, strict=True)):
-                if param.grad is not None and (state == ARRIVED or (known and state == WAITING)):
-                    self._note(index)
-            if any(map(is_distributed, self._params)):
+            complete = (WAITING, ARRIVED) if self._completed_before else (ARRIVED,)
+            self._note([index for index, state in enumerate(self._states) if state in complete])
+            if self._are_distributed:
                 self._values.note(grad for index in self._noted if (grad := self._params[index].grad) is not None)
 
-    def _note(self, index: int | None) -> None:
-        """Note the gradient of a parameter as it is, once in a step. A stack does so itself."""
-        if index is None or index in self._noted or replicas_of(self._params[index]) is not None:
+    def _note(self, indices: Iterable[int]) -> None:
+        """Note the gradients of some parameters as they are, once in a step. A stack does so itself."""
+        if self._are_stacked:
             return
-        if (grad := self._params[index].grad) is not None:
-            self._noted[index] = _trace(grad)
+        new = [i for i in indices if i not in self._noted and self._params[i].grad is not None]
+        self._noted |= zip(new, self._traces(new), strict=True)
 
     def _count(self, indices: Iterable[int]) -> None:
         """Note complete gradients, and the parts of which all have come."""
@@ -325,26 +325,35 @@ class BackwardSteps:
                 f"{setting} between backward() and step(), and in_backward has used what was there before: change it "
                 f"before backward(), or after step(){self._what_is_lost()}"
             )
-        changed = next(filter(self._was_changed, range(len(self._params))), None)
+        changed = next(self._changed(), None)
         if changed is not None or self._values.were_changed(wait=self._is_first):
             which = "gradients were" if changed is None else f"the gradient of {self._named(changed)} was"
             raise RuntimeError(
                 f"{which} changed between backward() and step(), when in_backward has used others already: for "
-                "clip_grad_norm_ pass "
-                'max_grad_norm= and in_backward=InBackward(clip="previous"), for DistributedDataParallel '
-                "in_backward=InBackward(model=model), in the place of a GradScaler train in bfloat16"
-                f"{self._what_is_lost()}"
+                'clip_grad_norm_ pass max_grad_norm= and in_backward=InBackward(clip="previous"), for '
+                "DistributedDataParallel in_backward=InBackward(model=model), in the place of a GradScaler train in "
+                f"bfloat16{self._what_is_lost()}"
             )
 
     def _named(self, index: int) -> str:
         return f"a parameter of shape {tuple(self._params[index].shape)}"
 
-    def _was_changed(self, index: int) -> bool:
-        """Return whether somebody has written or dropped a gradient that the backward pass has left."""
-        if (trace := self._noted.get(index)) is not None and self._states[index] != STEPPED:
-            grad = self._params[index].grad
-            return grad is None or _trace(grad) != trace
-        return was_changed(self._params[index])
+    def _changed(self) -> Iterator[int]:
+        """Yield the parameters whose gradient somebody has written or dropped since the backward pass left it."""
+        if self._are_stacked:
+            yield from (index for index, param in enumerate(self._params) if was_changed(param))
+        left = [index for index in self._noted if self._states[index] != STEPPED]
+        dropped = [index for index in left if self._params[index].grad is None]
+        yield from dropped
+        now = [] if dropped else self._traces(left)
+        yield from (index for index, trace in zip(left, now, strict=False) if trace != self._noted[index])
+
+    def _traces(self, indices: Sequence[int]) -> list[Trace]:
+        """Return how often each of some gradients was written in place, and where it is."""
+        grads: list[Any] = [self._params[index].grad for index in indices]
+        if self._are_distributed or any(grad.is_sparse for grad in grads):
+            return [(times_written(grad) + times_written(part_of(grad)), id(grad)) for grad in grads]
+        return list(zip(map(times_written, grads), map(Tensor.data_ptr, grads), strict=True))
 
     def _what_is_lost(self) -> str:
         if not (stepped := self.stepped):
@@ -481,13 +490,6 @@ class _NotedValues:
         done.record()
         self._answer = told, done
         return False
-
-
-def _trace(gradient: Tensor) -> Trace:
-    """Return how often a gradient, and this process's part of it, was written in place, and where it is."""
-    part = part_of(gradient)
-    address = part.data_ptr() if part.layout is torch.strided else id(part)
-    return times_written(gradient), times_written(part), address
 
 
 def was_changed(param: Tensor) -> bool:
