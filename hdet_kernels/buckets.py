@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hdet_kernels.checks import check_whole
+from hdet_kernels.checks import check_callable, check_whole
 from hdet_kernels.ops.halves import read_halves, write_halves
 from hdet_kernels.sharded import Divided, divided_along, gathered_shards, is_distributed, part_of
 from hdet_kernels.tensors import (
@@ -75,6 +75,8 @@ class Buckets:
         if not self.params:
             raise ValueError("Buckets got no parameters: pass model.parameters() or an optimizer's parameters")
         self.bucket_bytes = checked_bucket_bytes(bucket_bytes)
+        if kind_of is not None:
+            check_callable("kind_of", kind_of, "kind_of(param)", takes=1)
         for index, param in enumerate(self.params):
             check_movable(index, param)
         #: The number of replicas of stacked parameters; None for plain parameters.

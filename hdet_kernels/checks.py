@@ -7,16 +7,18 @@ in the place of a whole number and an unknown choice raise ValueError, as in tor
 ``name`` is how the message names the argument, ``expected`` what it should be, in words that follow "must be", and
 ``remedy`` what to do instead.
 
-Numbers of numpy and tensors without dimensions count as numbers. The checks return them as plain Python numbers, which
-``torch.load(weights_only=True)`` reads from a checkpoint.
+Numbers of numpy count as numbers, and so do tensors and arrays without dimensions. The checks return them as plain
+Python numbers, which ``torch.load(weights_only=True)`` reads from a checkpoint.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -104,10 +106,32 @@ def check_flag(name: str, value: object, *, remedy: str = "") -> bool:
     return bool(value)
 
 
-def check_callable(name: str, value: object, call: str, *, remedy: str = "") -> None:
-    """Raise TypeError unless ``value`` can be called; ``call`` tells how it will be, as in ``"loss_fn(model)"``."""
-    if not callable(value):
+def check_callable(name: str, value: object, call: str, *, takes: int | None = None, remedy: str = "") -> None:
+    """Raise TypeError unless ``value`` can be called; ``call`` tells how it will be, as in ``"loss_fn(model)"``.
+
+    With ``takes`` it must take that many positional arguments, as far as its signature is known.
+    """
+    if not callable(value) or (takes is not None and not accepts(value, *[None] * takes)):
         raise TypeError(_message(name, value, f"callable as {call}", remedy))
+
+
+def accepts(function: Callable[..., object], *arguments: object, **keywords: object) -> bool:
+    """Return whether a function can be called with these arguments, or may be: some written in C do not tell."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except ValueError:
+        return not keywords
+    except TypeError:
+        return False
+    return True
+
+
+def unexpected_keyword(where: str, name: str, known: Iterable[str], hint: str = "") -> TypeError:
+    """Return the error for a keyword that ``where`` does not have; by default it has the most similar one it has."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1)
+    default = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    return TypeError(f"{where}() got an unexpected keyword argument {name!r}; {hint or default}")
 
 
 def check_kind(name: str, value: Kind, kind: type[Any], expected: str, *, remedy: str = "") -> Kind:
@@ -126,9 +150,9 @@ def check_sequence(
 
     Text and mappings are no sequences, and neither are generators, which can be read once.
     """
-    if isinstance(value, np.ndarray | Tensor) and value.ndim == 1 and not getattr(value, "is_meta", False):
-        value = value.tolist()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and is_readable(value)):
+        value = value.tolist() if value.ndim == 1 else value
+    if not is_several(value):
         raise TypeError(_message(name, value, expected, remedy))
     if length is not None and len(value) != length:
         raise ValueError(_message(name, value, expected, remedy))
@@ -140,11 +164,25 @@ def each(check: Callable[..., Kind], name: str, value: object, count: int, of: s
 
     ``check`` checks one of them, within ``bounds``; ``of`` says what there are so many of.
     """
-    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+    if not is_several(value):
         return [check(name, value, **bounds)] * count
     expected = f"one number, or a list of {count}: one for each of the {of}"
     values = check_sequence(name, value, expected, length=count)
     return [check(f"{name}[{index}]", entry, **bounds) for index, entry in enumerate(values)]
+
+
+def check_iterable(name: str, value: object, expected: str, *, remedy: str = "") -> None:
+    """Raise TypeError unless ``value`` can be iterated, at least once. Text and mappings count as single things."""
+    single = isinstance(value, str | bytes | bytearray | Mapping)
+    if single or not isinstance(value, Iterable) or (isinstance(value, np.ndarray | Tensor) and value.ndim == 0):
+        raise TypeError(_message(name, value, expected, remedy))
+
+
+def is_several(value: object) -> bool:
+    """Return whether ``value`` is a sequence or an array [n]. Text is not."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def keep_plain(instance: object, **values: object) -> None:
@@ -153,12 +191,25 @@ def keep_plain(instance: object, **values: object) -> None:
         object.__setattr__(instance, name, value)
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether a tensor is a dense one with values: not sparse, nested, quantized or on the meta device."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor has real numbers that can be read: :func:`is_readable`, no complex ones and no flags."""
+    return is_readable(tensor) and not tensor.is_complex() and tensor.dtype is not torch.bool
+
+
 def spell(value: object) -> str:
     """Return ``value`` as messages show it: short, and without waiting for a device."""
     if isinstance(value, Tensor):
-        if value.dim() == 0 and value.device.type == "cpu" and not value.is_meta:
+        if not value.is_nested and value.dim() == 0 and value.device.type == "cpu" and is_readable(value):
             return f"tensor({value.item()})"
-        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else ""
+        kind = kind or str(value.layout).removeprefix("torch.").removesuffix("strided").removesuffix("_coo")
+        shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+        return f"a {kind}{' ' * bool(kind)}tensor{shape}, {value.dtype}, on {value.device}"
     if isinstance(value, np.generic):
         return repr(value.item())
     if isinstance(value, np.ndarray):
@@ -176,9 +227,11 @@ def spell(value: object) -> str:
 def _real(name: str, value: object, expected: str, remedy: str) -> Any:
     """Return a real number as it is, or that of a tensor without dimensions; raise TypeError for anything else."""
     if isinstance(value, Tensor):
-        if value.dim() or value.is_meta or value.is_complex() or value.dtype is torch.bool:
+        if not is_real(value) or value.dim():
             raise TypeError(_message(name, value, expected, remedy))
         return value.item()
+    if type(value) is np.ndarray and value.ndim == 0:
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(_message(name, value, expected, remedy))
     return value

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hdet_kernels.checks import check_kind, spell
+from hdet_kernels.checks import check_iterable, check_kind, spell
 from hdet_kernels.schedule.history import HistorySummary, SyncRecord, mean_of_finite
 
 if TYPE_CHECKING:
@@ -165,9 +165,8 @@ def replica_colours(count: int) -> list[Any]:
 
 def records_of(history: History) -> list[SyncRecord]:
     """Return the records of a history, those that are dicts as records; raise TypeError or ValueError if it is none."""
-    if isinstance(history, str | bytes | Mapping) or not isinstance(history, Iterable):
-        hint = "pass scheduler.history" if hasattr(history, "history") else "pass the history of a scheduler"
-        raise TypeError(f"history must be a list of sync records, got {spell(history)}: {hint}")
+    hint = "pass scheduler.history" if hasattr(history, "history") else "pass the history of a scheduler"
+    check_iterable("history", history, "a list of sync records", remedy=hint)
     return [record_of(f"history[{index}]", record) for index, record in enumerate(history)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from hdet_kernels.checks import spell
+from hdet_kernels.checks import check_iterable, spell
 from hdet_kernels.split_master import joined
 
 _is_cpu = attrgetter("is_cpu")
@@ -204,17 +204,20 @@ def layout_hash(tensors: Iterable[Tensor], names: Iterable[str] | None = None) -
     return int.from_bytes(digest.digest(), "big")
 
 
-def unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors in order, each object once (tied parameters are one object); raise TypeError for others."""
+def unique(tensors: Iterable[Tensor], name: str = "params") -> tuple[Tensor, ...]:
+    """Return the tensors in order, each object once (tied parameters are one object).
+
+    Raises:
+        TypeError: for others; the message has the ``name`` of the argument.
+    """
     if isinstance(tensors, Tensor):
-        raise TypeError("expected several tensors, such as model.parameters(), got a single one; pass [tensor]")
-    if isinstance(tensors, str | bytes | Mapping) or not isinstance(tensors, Iterable):
-        raise TypeError(f"expected several tensors, such as model.parameters(), got {spell(tensors)}")
+        raise TypeError(f"{name} must be several tensors, got {spell(tensors)}: pass [tensor]")
+    check_iterable(name, tensors, "several tensors", remedy="pass model.parameters()")
     found = tuple({id(tensor): tensor for tensor in tensors}.values())
     for index, tensor in enumerate(found):
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"expected tensors, parameter {index} is a {type(tensor).__name__}: pass model.parameters(), or the "
+                f"{name} must be tensors, got {spell(tensor)} as number {index}: pass model.parameters(), or the "
                 "parameters of an optimizer's groups"
             )
     return found

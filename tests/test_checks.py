@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +18,7 @@ from hdet_kernels.checks import (
     check_callable,
     check_choice,
     check_flag,
+    check_iterable,
     check_kind,
     check_number,
     check_positive,
@@ -27,6 +29,7 @@ from hdet_kernels.checks import (
     each,
     keep_plain,
     spell,
+    unexpected_keyword,
 )
 
 NO_NUMBERS: dict[str, Any] = {
@@ -42,6 +45,11 @@ NO_NUMBERS: dict[str, Any] = {
     "tensor of flags": torch.tensor(True),
     "complex tensor": torch.tensor(1j),
     "meta tensor": torch.tensor(0.5, device="meta"),
+    "sparse tensor": torch.tensor(0.5).to_sparse(),
+    "nested tensor": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "quantized tensor": torch.quantize_per_tensor(torch.tensor(0.5), 0.1, 0, torch.quint8),
+    "array of text": np.array("0.5"),
+    "masked number": np.ma.masked,
     "class": float,
 }
 CHECKS = {"number": check_number, "whole": check_whole, "share": check_share, "positive": check_positive}
@@ -54,7 +62,15 @@ def test_what_is_not_a_number_raises_a_type_error(check: Callable[..., object], 
         check("rate", value, remedy="leave it out")
 
 
-NUMBERS = [0.5, np.float32(0.5), np.float64(0.5), Fraction(1, 2), torch.tensor(0.5), torch.tensor(0.5).double()]
+NUMBERS = [
+    0.5,
+    np.float32(0.5),
+    np.float64(0.5),
+    np.array(0.5),
+    Fraction(1, 2),
+    torch.tensor(0.5),
+    torch.tensor(0.5).double(),
+]
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=lambda value: type(value).__name__)
@@ -168,6 +184,11 @@ def test_flags() -> None:
 
 def test_callables_and_kinds() -> None:
     check_callable("probe", len, "probe()")
+    check_callable("probe", lambda: 1.0, "probe()", takes=0)
+    check_callable("apply", print, "apply(value)", takes=1)
+    for function, takes in ((lambda batch: 1.0, 0), (lambda: None, 1), (nn.Linear, 1)):
+        with pytest.raises(TypeError, match=r"probe must be callable as probe\(\), got"):
+            check_callable("probe", function, "probe()", takes=takes)
     with pytest.raises(TypeError, match=r"probe must be callable as probe\(\), got 3: pass a function"):
         check_callable("probe", 3, "probe()", remedy="pass a function")
     assert check_kind("module", module := nn.ReLU(), nn.Module, "a torch.nn.Module") is module
@@ -182,10 +203,29 @@ def test_sequences(value: Any) -> None:
     assert check_sequence("bounds", value, "a pair of numbers", length=2) == [1, 2]
 
 
-@pytest.mark.parametrize("value", [None, "ab", {1: 2}, {1, 2}, (n for n in (1, 2)), np.ones((2, 2)), 5])
+NO_SEQUENCES = [None, "ab", b"ab", bytearray(2), {1: 2}, {1, 2}, (n for n in (1, 2)), np.ones((2, 2)), np.array(1), 5]
+NO_TENSORS = [torch.ones(2, 2), torch.tensor(1), torch.ones(2).to_sparse(), torch.ones(2, device="meta")]
+
+
+@pytest.mark.parametrize("value", [*NO_SEQUENCES, *NO_TENSORS])
 def test_what_is_no_sequence(value: Any) -> None:
     with pytest.raises(TypeError, match="bounds must be a pair of numbers, got"):
         check_sequence("bounds", value, "a pair of numbers", length=2)
+
+
+@pytest.mark.parametrize("value", [None, 5, "ab", b"ab", {1: 2}, np.array(1), torch.tensor(1)])
+def test_what_cannot_be_iterated(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"params must be several tensors, got .*: pass a list"):
+        check_iterable("params", value, "several tensors", remedy="pass a list")
+    check_iterable("params", iter([]), "several tensors")
+
+
+def test_an_unexpected_keyword_is_named_with_the_most_similar_one() -> None:
+    known = ("momentum", "lr")
+    for name, words in (("momentun", "did you mean 'momentum'"), ("x", "it takes momentum, lr")):
+        expected = rf"SGD\(\) got an unexpected keyword argument '{name}'; {words}"
+        assert re.match(expected, str(unexpected_keyword("SGD", name, known)))
+    assert str(unexpected_keyword("SGD", "x", known, "leave it out")).endswith("'x'; leave it out")
 
 
 def test_a_sequence_of_another_length() -> None:
@@ -227,5 +267,7 @@ def test_messages_stay_short() -> None:
     assert spell(nn.Sequential(nn.ReLU(), nn.ReLU())) == "a Sequential"
     assert spell(torch.ones(2, 3, device="meta")) == "a tensor of shape (2, 3), torch.float32, on meta"
     assert spell(torch.tensor(2.5)) == "tensor(2.5)"
+    assert spell(torch.tensor(2.5).to_sparse()) == "a sparse tensor of shape (), torch.float32, on cpu"
+    assert spell(NO_NUMBERS["nested tensor"]) == "a nested tensor, torch.float32, on cpu"
     assert spell(np.float64(2.5)) == "2.5"
     assert spell(nn.ReLU) == "the class ReLU"

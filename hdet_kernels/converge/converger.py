@@ -107,8 +107,13 @@ class Converger:
         no_mean: Callable[[], NoMean | None] = lambda: None,
     ) -> None:
         check_ensemble("ensemble", ensemble)
-        check_callable("state", state, "state(), a dict of tensors")
-        check_callable("buffers", buffers, "buffers(), a list of tensors")
+        check_callable("state", state, "state(), a dict of tensors", takes=0)
+        check_callable("buffers", buffers, "buffers(), a list of tensors", takes=0)
+        check_callable("names", names, "names(), pairs of a name and a tensor", takes=0)
+        if write_state is not None:
+            check_callable("write_state", write_state, "write_state(state), with a dict of tensors", takes=1)
+        for method in ("read", "write") if counts is not None else ():
+            check_callable(f"counts.{method}", getattr(counts, method, None), f"counts.{method}()")
         backup = check_flag("backup", backup)
         if ensemble.rows > MOST_ROWS:
             raise ValueError(

@@ -323,7 +323,7 @@ class ModelTensors:
         return [local(tensor) for tensors in self._kinds(self.buffers()).values() for tensor in tensors]
 
     def _kinds(self, buffers: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
-        return {"parameter": self.params, "master": self._masters(), "buffer": unique(buffers)}
+        return {"parameter": self.params, "master": self._masters(), "buffer": unique(buffers, "buffers")}
 
     def _masters(self) -> list[Tensor]:
         return [master for master in self.buckets.masters if master is not None] if self.buckets else []

@@ -30,6 +30,7 @@ from hdet_kernels.checks import (
     check_positive,
     check_sequence,
     check_whole,
+    keep_plain,
     spell,
 )
 from hdet_kernels.fanout.multipliers import Spacing, check_spread, multipliers, permutation
@@ -185,32 +186,35 @@ class Explore:
         key = "a key of the optimizer's parameter groups, or a name of your own with apply="
         if not check_kind("the name of an Explore", self.name, str, key):
             raise ValueError(f"the name of an Explore must be {key}, got ''")
-        check_spread(self.spread, self.spacing, f"spread of {self.name!r}")
+        keep_plain(self, spread=check_spread(self.spread, self.spacing, f"spread of {self.name!r}"))
         if self.bounds is not None:
             what, pair = f"bounds of {self.name!r}", "(lowest, highest)"
             low, high = check_sequence(what, self.bounds, pair, length=2)
             low = check_number(f"lowest of the {what}", low, at_least=0, remedy="pass 0 for no lower bound")
-            remedy = "pass math.inf for none"
-            if high != math.inf and check_number(f"highest of the {what}", high, remedy=remedy) <= low:
+            unbounded = isinstance(high, float) and high == math.inf
+            high = high if unbounded else check_number(f"highest of the {what}", high, remedy="pass math.inf for none")
+            if high <= low:
                 raise ValueError(
                     f"{what} must be {pair}, got {spell(self.bounds)}: the highest has to exceed the lowest"
                 )
+            keep_plain(self, bounds=(low, float(high)))
         if self.groups is not None:
             what = f"groups of {self.name!r}"
             indices = check_sequence(what, self.groups, "a list of parameter groups, counted from 0")
             if not indices:
                 given = f"Explore({self.name!r}, groups={spell(self.groups)})"
                 raise ValueError(f"{given} explores nothing: leave out groups= for all")
-            for index in indices:
-                check_whole(f"a parameter group in {what}", index, remedy="they are counted from 0")
+            remedy = "they are counted from 0"
+            named = [check_whole(f"a parameter group in {what}", index, remedy=remedy) for index in indices]
+            keep_plain(self, groups=tuple(named))
         if self.apply is not None:
-            check_callable(f"apply of {self.name!r}", self.apply, "apply(value)")
+            check_callable(f"apply of {self.name!r}", self.apply, "apply(value)", takes=1)
             if self.base is None:
                 raise ValueError(f"Explore({self.name!r}, apply=…) needs base=, the value to explore around")
             if self.groups is not None:
                 raise ValueError(f"Explore({self.name!r}, apply=…) is not in a parameter group: leave out groups=")
         if self.base is not None:
-            check_base(self.name, self.base)
+            keep_plain(self, base=check_base(self.name, self.base))
 
 
 @dataclass(frozen=True)
@@ -292,7 +296,7 @@ def expand(
     others: list[Hyperparameter] = []
     for explore in explores:
         if not isinstance(explore, Explore):
-            raise TypeError(f"explore= takes hdet_kernels.Explore objects, got {explore!r}")
+            raise TypeError(f"explore= takes hdet_kernels.Explore objects, got {spell(explore)}")
         if explore.apply is not None:
             others.append(_hyperparameter(explore, explore.name, explore.base))
             continue
@@ -352,10 +356,10 @@ def remember_bases(hyperparameters: Iterable[Hyperparameter], groups: Sequence[G
             groups[hyper.group][f"initial_{hyper.key}"] = hyper.base
 
 
-def check_base(name: str, base: float) -> None:
-    """Raise unless ``base`` is a positive finite number, so that its multiples differ."""
+def check_base(name: str, base: float) -> float:
+    """Return ``base`` as a float; raise unless it is a positive finite number, so that its multiples differ."""
     remedy = "its replicas train with multiples of it; pass base= to Explore, or leave the group out with groups="
-    check_positive(f"the base value of {name}", base, remedy=remedy)
+    return check_positive(f"the base value of {name}", base, remedy=remedy)
 
 
 def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:
@@ -372,9 +376,7 @@ def _covered(explore: Explore, groups: Sequence[Group]) -> Sequence[int]:
 def _hyperparameter(explore: Explore, name: str, base: float | None, group: int | None = None) -> Hyperparameter:
     if base is not None and explore.bounds is not None and not explore.bounds[0] <= base <= explore.bounds[1]:
         raise ValueError(f"the base value {base} of {name} lies outside its bounds {explore.bounds}")
-    # Plain floats, whatever was given: they are saved in checkpoints that weights_only=True must read.
-    bounds = None if explore.bounds is None else (float(explore.bounds[0]), float(explore.bounds[1]))
-    base = None if base is None else float(base)
+    base = None if base is None else float(base)  # plain: it is saved
     return Hyperparameter(
-        name, float(explore.spread), explore.spacing, bounds, base, group, explore.name, explore.apply
+        name, explore.spread, explore.spacing, explore.bounds, base, group, explore.name, explore.apply
     )

@@ -6,13 +6,12 @@ logger that fails does not stop the training: the failure is logged.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-from hdet_kernels.checks import check_flag, spell
+from hdet_kernels.checks import accepts, check_flag, spell
 from hdet_kernels.schedule.history import SyncRecord
 
 log = logging.getLogger("hdet_kernels")
@@ -140,7 +139,7 @@ def _log_function(target: object) -> LogFunction:
     for call in (getattr(target, "log", None), getattr(target, "log_metrics", None), target):
         if callable(call) and (found := _called(call)) is not None:
             return found
-    if callable(target) and _accepts(target, {}, 0):
+    if callable(target) and accepts(target, {}, 0):
         return target
     raise TypeError(
         f"target must have log(dict) or log_metrics(dict), or be a function of a dict and a step, got {spell(target)}: "
@@ -150,17 +149,6 @@ def _log_function(target: object) -> LogFunction:
 
 def _called(function: Callable[..., object]) -> LogFunction | None:
     """Return ``function`` with the step as ``step=``, or without it; None if it does not take a dict alone."""
-    if _accepts(function, {}, step=0):
+    if accepts(function, {}, step=0):
         return lambda metrics, step: function(metrics) if step is None else function(metrics, step=step)
-    return (lambda metrics, _: function(metrics)) if _accepts(function, {}) else None
-
-
-def _accepts(function: Callable[..., object], *args: object, **keywords: object) -> bool:
-    """Return whether ``function`` can be called with these arguments."""
-    try:
-        inspect.signature(function).bind(*args, **keywords)
-    except ValueError:  # some functions written in C do not tell
-        return not keywords and len(args) == 1
-    except TypeError:
-        return False
-    return True
+    return (lambda metrics, _: function(metrics)) if accepts(function, {}) else None

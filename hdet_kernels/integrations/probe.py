@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hdet_kernels.checks import check_callable, check_kind
+from hdet_kernels.checks import check_callable, check_iterable, check_kind, spell
 from hdet_kernels.schedule.attachment import bare
 from hdet_kernels.schedule.build import same_generators
 
@@ -60,11 +60,17 @@ class BatchProbe:
         check_kind(
             "model", model, nn.Module, "a torch.nn.Module", remedy="a stack has stack.losses(…, same_batch=True)"
         )
-        check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+        check_callable("loss_fn", loss_fn, "loss_fn(model, batch)", takes=2)
         if autocast is not None:
-            check_callable("autocast", autocast, "autocast()", remedy="it returns a context manager")
+            check_callable("autocast", autocast, "autocast()", takes=0, remedy="it returns a context manager")
         self.model, self.loss_fn, self.autocast = bare(model), loss_fn, autocast
-        self.device = None if device is None else torch.device(device)
+        if group is not None:
+            remedy = "pass what torch.distributed.new_group() returned, or leave it out for all processes"
+            check_kind("group", group, dist.ProcessGroup, "a torch.distributed process group", remedy=remedy)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"device must be a torch.device or its name, got {spell(device)}: {error}") from error
         # On the CPU, and copied for every call: it takes no memory of the device between two syncs.
         made = batch if callable(batch) else lambda: batch
         self.batch = from_first(lambda: placed(made(), torch.device("cpu")), group)
@@ -93,7 +99,7 @@ def first_batch(loader: Iterable[Any]) -> Any:
 
     The loader begins anew afterwards. One whose data cannot be read twice (a stream) has lost this batch.
     """
-    check_kind("loader", loader, Iterable, "a loader of batches")
+    check_iterable("loader", loader, "a loader of batches")
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     holders = (loader, getattr(loader, "sampler", None))
     own = [held for holder in holders if isinstance(held := getattr(holder, "generator", None), torch.Generator)]

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 
+from hdet_kernels.checks import spell
 from hdet_kernels.ops.operators import has_cuda, why_not
 
 #: The environment variable that sets the backend of a whole process.
@@ -100,7 +101,7 @@ def interpreting() -> bool:
 
 def _check_available(name: str, origin: str) -> None:
     if not isinstance(name, str) or name not in _PROBES:
-        raise ValueError(f"unknown backend {name!r} ({origin}); choose one of {', '.join(_PROBES)}. {_listing()}")
+        raise ValueError(f"unknown backend {spell(name)} ({origin}); choose one of {', '.join(_PROBES)}. {_listing()}")
     if _reason(name) is not None:
         raise RuntimeError(f"backend {name!r} ({origin}) is not available. {_listing()}")
 

@@ -5,9 +5,8 @@ What depends on several of them, on the optimizer's parameters or on the replica
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
@@ -18,6 +17,7 @@ from hdet_kernels.checks import (
     check_callable,
     check_choice,
     check_flag,
+    check_iterable,
     check_kind,
     check_number,
     check_positive,
@@ -25,8 +25,11 @@ from hdet_kernels.checks import (
     check_steps,
     check_whole,
     each,
+    is_real,
+    is_several,
     keep_plain,
     spell,
+    unexpected_keyword,
 )
 from hdet_kernels.controller.protocol import Controller, check_controller
 from hdet_kernels.controller.regression import RegressionController, checked_trust
@@ -94,7 +97,7 @@ class Options:
                 + ("pass auto_lr=RegressionController(trust=…) instead" if self.auto_lr else "leave trust= out")
             )
         if self.probe is not None:
-            check_callable("probe", self.probe, "probe()", remedy="it takes no arguments and returns a loss")
+            check_callable("probe", self.probe, "probe()", takes=0, remedy="it takes no arguments and returns a loss")
         check_tie_groups(self.tie_groups)
         check_choice("gradients", self.gradients, ("auto", "shared", "local"))
         if isinstance(self.ensemble, ReplicaStack):
@@ -150,13 +153,12 @@ def refuse_unknown(given: Mapping[str, object], where: str) -> None:
         if name in known:
             continue
         if name in _IN_AVERAGING:
-            hint = f"; pass averaging=hk.Averaging({_IN_AVERAGING[name]}=…)"
+            hint = f"pass averaging=hk.Averaging({_IN_AVERAGING[name]}=…)"
         elif name in [field.name for field in fields(RegressionController)]:
-            hint = f"; pass auto_lr=hk.RegressionController({name}=…)"
+            hint = f"pass auto_lr=hk.RegressionController({name}=…)"
         else:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(known)}"
-        raise TypeError(f"{where}() got an unexpected keyword argument {name!r}{hint}")
+            hint = ""
+        raise unexpected_keyword(where, name, known, hint)
 
 
 def one_cycle_arguments(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def one_cycle_arguments(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[
     """
     check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     count, max_lr = len(optimizer.param_groups), given["max_lr"]
-    if isinstance(max_lr, list | tuple) and any(rate is None for rate in max_lr):
+    if isinstance(max_lr, Sequence) and any(rate is None for rate in max_lr):
         raise TypeError(
             f"max_lr must be a number for each parameter group, or None for all of them, got {spell(max_lr)}: with "
             "None the groups keep the ratios of their learning rates in the optimizer"
@@ -181,9 +183,10 @@ def one_cycle_arguments(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[
         "last_epoch": check_whole("last_epoch", given["last_epoch"], at_least=-1, remedy="-1 is a new run"),
     }
     for name in ("cycle_momentum", "three_phase"):
-        checked[name] = check_flag(name, given[name])
+        value = given[name]
+        checked[name] = bool(value) if type(value) is int and value in (0, 1) else check_flag(name, value)
     for name in ("div_factor", "final_div_factor"):
-        checked[name] = check_positive(name, given[name])
+        checked[name] = check_positive(name, _scalar(given[name]))
     check_choice("anneal_strategy", given["anneal_strategy"], ("cos", "linear"))
     for name in ("base_momentum", "max_momentum") if checked["cycle_momentum"] else ():
         checked[name] = _per_group(name, given[name], count, at_least=0, below=1)
@@ -217,9 +220,16 @@ def can_divide(pct_start: float, total_steps: int) -> bool:
 
 def _per_group(name: str, value: object, count: int, **bounds: Any) -> list[float | Tensor]:
     """Return one number for each parameter group, of one for all or of a list of as many."""
-    numbers = each(check_number, name, value, count, "optimizer's parameter groups", **bounds)
-    given = value if isinstance(value, list | tuple) else [value] * count
-    return [entry if isinstance(entry, Tensor) else number for entry, number in zip(given, numbers, strict=True)]
+    several = is_several(value)
+    given = list(map(_scalar, value)) if several else _scalar(value)  # type: ignore[call-overload]
+    numbers = each(check_number, name, given, count, "optimizer's parameter groups", **bounds)
+    entries = given if several else [given] * count
+    return [entry if isinstance(entry, Tensor) else number for entry, number in zip(entries, numbers, strict=True)]
+
+
+def _scalar(value: object) -> object:
+    """Return a tensor of one element, which torch takes for a number, without dimensions; all else as it is."""
+    return value.reshape(()) if isinstance(value, Tensor) and is_real(value) and value.numel() == 1 else value
 
 
 def _check_length(arguments: dict[str, Any]) -> None:
@@ -253,13 +263,13 @@ def _check_resumed(optimizer: Optimizer, last_epoch: int) -> None:
 def _explored(explore: object) -> tuple[Explore, ...]:
     if isinstance(explore, Explore):
         raise TypeError(f"explore= takes several: pass [{explore!r}]")
-    several = tuple(explore) if isinstance(explore, Iterable) and not isinstance(explore, str | bytes | dict) else ()
-    wrong = [entry for entry in several if not isinstance(entry, Explore)]
-    if wrong or not isinstance(explore, Iterable) or isinstance(explore, str | bytes | dict):
-        raise TypeError(
-            f"explore must be a list of hdet_kernels.Explore objects, got {spell(wrong[0] if wrong else explore)}"
-            f"{' in it' if wrong else ''}: pass for example [hk.Explore('weight_decay')]"
-        )
+    expected, remedy = "a list of hdet_kernels.Explore objects", "pass for example [hk.Explore('weight_decay')]"
+    check_iterable("explore", explore, expected, remedy=remedy)
+    if isinstance(explore, Set):
+        raise TypeError(f"explore must be {expected}, got {spell(explore)}, which has no order: {remedy}")
+    several = tuple(explore)  # type: ignore[arg-type]  # it can be iterated
+    for index, entry in enumerate(several):
+        check_kind(f"explore[{index}]", entry, Explore, "a hdet_kernels.Explore", remedy=remedy)
     return several
 
 

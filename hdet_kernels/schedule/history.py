@@ -463,7 +463,7 @@ class SyncCallbacks:
 
     def add(self, callback: SyncCallback, every_process: bool | None) -> RemovableHandle:
         """Add a callback and return a handle that removes it; see :meth:`.WithCycle.on_sync`."""
-        check_callable("callback", callback, "callback(record), with a SyncRecord")
+        check_callable("callback", callback, "callback(record), with a SyncRecord", takes=1)
         if every_process is None:
             every_process = getattr(callback, "every_process", True)
         every_process = check_flag("every_process", every_process)

@@ -224,7 +224,7 @@ class WithCycle:
         For frameworks that know the model and the data only after the scheduler is built: it raises after the first
         step. A default ``sync_every`` is chosen anew: with local gradients it is shorter with a probe.
         """
-        check_callable("probe", probe, "probe()", remedy="it takes no arguments and returns a loss")
+        check_callable("probe", probe, "probe()", takes=0, remedy="it takes no arguments and returns a loss")
         if self._part.begun:
             raise RuntimeError(
                 "scheduler.use_probe() after the first step, or after a checkpoint was loaded: replicas were compared "

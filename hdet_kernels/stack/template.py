@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.checks import check_flag, check_kind
+from hdet_kernels.checks import check_flag, check_kind, is_readable, spell
 from hdet_kernels.tensors import compact, distinct, has_overlap
 from hdet_kernels.torch_internals import times_written
 
@@ -49,8 +49,10 @@ class StackedParameter(nn.Parameter):
         check_kind("data", data, Tensor, "a tensor [R, *shape]")
         shares_gradient = check_flag("shares_gradient", shares_gradient)
         requires_grad = check_flag("requires_grad", requires_grad)
-        if data.dim() == 0:
-            raise ValueError("a stacked parameter has shape [R, *shape], got a tensor without dimensions")
+        if (not is_readable(data) and not data.is_meta) or not data.dim():
+            raise ValueError(f"data of a stacked parameter must be a dense tensor [R, *shape], got {spell(data)}")
+        if requires_grad and not (data.is_floating_point() or data.is_complex()):
+            raise ValueError(f"data must be floating-point to require a gradient, got {spell(data)}: pass float()")
         created: StackedParameter = super().__new__(cls, data, requires_grad)
         created.shares_gradient = shares_gradient
         created._hooks = OrderedDict()

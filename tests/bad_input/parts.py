@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import hdet_kernels as hk
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
+from hdet_kernels.integrations.probe import BatchProbe
 from tests.bad_input.rows import BOTH, INF, NAN, Entry, Row, built, flags, named, number, refused
 
 META = torch.ones(2, device="meta")
-NO_PARAMS = (None, 3, "ab", {"weight": torch.ones(2)}, nn.Linear(1, 1), torch.ones(2), [1.0], [None])
+NO_PARAMS = (None, 3, np.array(0.5), "ab", {"weight": torch.ones(2)}, nn.Linear(1, 1), torch.ones(2), [1.0], [None])
 
 
 def with_params(kind: Callable[..., object], **given: Any) -> Entry:
@@ -30,18 +32,22 @@ AVERAGES: list[Row] = [
     *refused(rows, "among", TypeError, 3, "gloo", []),
     *refused(rows, "among", ValueError, RowEnsemble(2)),
     Row("no process group", lambda w: hk.ProcessEnsemble(), RuntimeError, "init_process_group"),
-    *refused(buckets, "params", TypeError, *NO_PARAMS, argument="expected"),
+    *refused(buckets, "params", TypeError, *NO_PARAMS),
     *refused(buckets, "params", ValueError, [], argument="parameters"),
     *refused(buckets, "params", ValueError, [META], argument="meta device"),
     *refused(buckets, "params", ValueError, [torch.ones(4, 4)[:, :2]], argument="gaps"),
     *number(buckets, "bucket_bytes", 0, 0.5, INF),
-    *named("Converger", refused(converger, "params", TypeError, *NO_PARAMS, argument="expected")),
+    *refused(buckets, "kind_of", TypeError, 3, "dtype", lambda: None),
+    *named("Converger", refused(converger, "params", TypeError, *NO_PARAMS)),
     *named("Converger", refused(converger, "params", ValueError, [], [torch.ones(2).long()], argument="parameters")),
     *named("Converger", refused(converger, "params", ValueError, [META], argument="meta device")),
     *refused(converger, "ensemble", TypeError, None, 3, object(), SingleReplica),
     *refused(converger, "ensemble", ValueError, RowEnsemble(65), RowEnsemble(3), argument="replicas"),
     *refused(converger, "state", TypeError, None, {}),
-    *refused(converger, "buffers", TypeError, None, []),
+    *refused(converger, "buffers", TypeError, None, [], lambda rows: []),
+    *refused(converger, "names", TypeError, None, ["weight"], lambda rows: []),
+    *refused(converger, "write_state", TypeError, 3, {}, lambda: None),
+    *refused(converger, "counts", TypeError, 3, torch.ones(2)),
     *refused(converger, "compress", ValueError, "fp8", True, 8),
     *flags(converger, "backup"),
     *refused(converger, "outer", TypeError, 0.7, {}, hk.Outer),
@@ -53,7 +59,7 @@ AVERAGES: list[Row] = [
 ]
 
 INITIALISATION: list[Row] = [
-    *refused(noise, "params", TypeError, *NO_PARAMS, argument="expected"),
+    *refused(noise, "params", TypeError, *NO_PARAMS),
     *refused(noise, "params", ValueError, [], [torch.ones(2).int()], argument="parameters"),
     *refused(noise, "params", ValueError, [META], argument="meta device"),
     *number(noise, "nu", -0.01, NAN, INF),
@@ -68,9 +74,16 @@ def plot(world: Any, **keywords: Any) -> object:
     return hk.report.plot_values(**{"history": world.scheduler.history, "path": "x.png", "name": "lr/0", **keywords})
 
 
+probe = built(BatchProbe, model=nn.ReLU(), loss_fn=lambda model, batch: model(batch), batch=torch.ones(2))
+
 REPORTS: list[Row] = [
     *refused(built(hk.report.table), "history", BOTH, None, 3, "x", {}, [3], ["x"], [None], [{}], [{"step": 1}]),
+    *named("table", refused(built(hk.report.table), "history", TypeError, torch.tensor(0.5), np.array(0.5))),
     Row("a scheduler", lambda w: hk.report.table(w.scheduler), TypeError, "scheduler.history"),
+    *refused(probe, "device", BOTH, "", "gpu", -1, 0.5, []),
+    *refused(probe, "loss_fn", TypeError, None, lambda model: 0.0),
+    *refused(probe, "autocast", TypeError, 3, lambda device: None),
+    *refused(probe, "group", TypeError, 3, "gloo", []),
     *refused(plot, "path", TypeError, None, 3),
     *refused(plot, "name", TypeError, None, 3),
     *refused(plot, "name", ValueError, "lr/7", argument="lr/7"),

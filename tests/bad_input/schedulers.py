@@ -60,7 +60,7 @@ ARGUMENTS: list[Row] = [
     Row("no length", lambda w: hk.HDETOneCycleLR(w.bare, 0.1), ValueError, "total_steps="),
     *number(one_cycle, "pct_start", -0.1, 1.1, NAN, 0.05),
     *refused(one_cycle, "anneal_strategy", ValueError, "cosine", None, 3, True, ["cos"]),
-    *flags(one_cycle, "cycle_momentum", "three_phase"),
+    *(row for name in ("cycle_momentum", "three_phase") for row in refused(one_cycle, name, ValueError, "no", 2, None)),
     *number(one_cycle, "base_momentum", -0.1, 1.0, NAN),
     *number(one_cycle, "max_momentum", -0.1, 1.0, NAN),
     *number(one_cycle, "div_factor", 0, -25.0, NAN, INF),
@@ -99,7 +99,21 @@ def torch_on_stack(world: Any) -> object:
 
 
 TIES = ("all", None, 1, [0], ["01"], [{}], [["0"]], [[-1]], [[0.5]], [[0, 0]], [[0], [0]], [[0, 7]])
-EXPLORES = (None, 5, "lr", {"lr": 0.1}, len, hk.Explore("lr"), ["lr"], [None], [0.3], [("lr", 1)])
+EXPLORES = (
+    None,
+    5,
+    np.array(0.5),
+    {hk.Explore("lr")},
+    (each for each in ["lr"]),
+    "lr",
+    {"lr": 0.1},
+    len,
+    hk.Explore("lr"),
+    ["lr"],
+    [None],
+    [0.3],
+    [("lr", 1)],
+)
 
 OPTIONS: list[Row] = [
     *number(one_cycle, "spread", -0.1, NAN, INF, 1),
@@ -110,7 +124,7 @@ OPTIONS: list[Row] = [
     *refused(one_cycle, "trust", ValueError, 10.0, auto_lr=hk.RegressionController()),
     *refused(one_cycle, "trust", ValueError, 1, None, 10.0, auto_lr=False),
     *refused(one_cycle, "undo", TypeError, 0, argument="auto_lr=hk.RegressionController(undo=…)"),
-    *refused(one_cycle, "probe", TypeError, 1.0, "loss", [len], torch.ones(())),
+    *refused(one_cycle, "probe", TypeError, 1.0, "loss", [len], torch.ones(()), lambda batch: 1.0),
     *refused(one_cycle, "explore", TypeError, *EXPLORES),
     *refused(one_cycle, "tie_groups", BOTH, *TIES),
     *refused(one_cycle, "tie_groups", ValueError, True, explore=[hk.Explore("lr", 0.1, groups=[0])]),
@@ -180,7 +194,8 @@ METHODS: list[Row] = [
     *refused(record, "loss", TypeError, None),
     *refused(record, "loss", ValueError, *BEYOND),
     *number(record, "divided_by", *BEYOND, 0, -2, NAN, INF),
-    *refused(use_probe, "probe", TypeError, None, 1.0, "loss"),
+    *refused(use_probe, "probe", TypeError, None, 1.0, "loss", lambda batch: 1.0),
+    *refused(method("scheduler.on_sync"), "callback", TypeError, None, "log", lambda: None, lambda record, step: None),
     *refused(use_probe, "probe", RuntimeError, lambda: 1.0),
     *refused(step, "loss", TypeError, 0, 4, -1, 10**9, argument="step(epoch)"),
     Row("step(epoch=)", lambda w: w.scheduler.step(epoch=3), TypeError, "epoch"),

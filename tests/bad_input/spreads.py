@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
 import hdet_kernels as hk
 from hdet_kernels.controller import RegressionSettings, SlopeSettings, SoftmaxSettings
 from hdet_kernels.ensemble import SingleReplica
@@ -35,9 +38,10 @@ EXPLORE: list[Row] = [
     *refused(explore, "bounds", ValueError, *NO_BOUNDS),
     *refused(explore, "bounds", ValueError, (-2, -1), name="lr"),
     *refused(explore, "spacing", ValueError, "cubic", None, 3, True),
-    *refused(explore, "groups", TypeError, 0, "0", {0}, ["0"], [None], [True]),
+    *refused(explore, "bounds", TypeError, torch.ones(2).to_sparse(), (0.1, np.ones(2)), bytearray(2)),
+    *refused(explore, "groups", TypeError, 0, "0", {0}, ["0"], [None], [True], bytearray(1)),
     *refused(explore, "groups", ValueError, [], [0.5]),
-    *refused(explore, "apply", TypeError, 3, base=1.0),
+    *refused(explore, "apply", TypeError, 3, lambda: None, lambda value, step: None, base=1.0),
     *refused(explore, "apply", ValueError, print, argument="base="),
     *refused(explore, "apply", ValueError, print, base=1.0, groups=[0], argument="groups="),
 ]

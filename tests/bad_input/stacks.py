@@ -72,7 +72,7 @@ STACKS: list[Row] = [
     *refused(hyper_name, "name", ValueError, ""),
     Row("an unknown hyper", lambda w: w.stack.hyper["smoothing"], KeyError, "smoothing"),
     *refused(parameter, "data", TypeError, None, [1.0], 3),
-    *refused(parameter, "data", ValueError, torch.ones(()), argument="dimensions"),
+    *refused(parameter, "data", ValueError, torch.ones(()), torch.ones(2).to_sparse(), torch.ones(2).int()),
     *flags(parameter, "shares_gradient"),
 ]
 

@@ -157,14 +157,18 @@ REFUSED = [
         r"groups=\[0, 2\]\) names parameter group 2; .* has 2, counted",
     ),
     ("negative group", [Explore("lr", groups=[-1])], "names parameter group -1; the optimizer has 2"),
-    ("base over bounds", [Explore("eps", bounds=(1e-6, 1))], r"base value 1e-08 of eps/0 lies outside .*\(1e-06, 1\)"),
+    (
+        "base over bounds",
+        [Explore("eps", bounds=(1e-6, 1))],
+        r"base value 1e-08 of eps/0 lies outside .*\(1e-06, 1.0\)",
+    ),
     (
         "decay without bounds",
         [Explore("betas[1]", spread=0.3)],
         r"Explore\('betas\[1\]'\) needs bounds= that end below 1",
     ),
     ("decay up to 1", [Explore("betas[0]", bounds=(0.5, 1.0))], r"end below 1, got \(0\.5, 1\.0\)"),
-    ("base under bounds", [Explore("p", base=2, bounds=(0, 1), apply=no_call)], "base value 2 of p lies outside"),
+    ("base under bounds", [Explore("p", base=2, bounds=(0, 1), apply=no_call)], "base value 2.0 of p lies outside"),
 ]
 
 

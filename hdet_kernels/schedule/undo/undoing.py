@@ -335,7 +335,7 @@ class KeptStart:
         return list(tensors.buckets.read_full() if read else tensors.buckets.full)
 
     def _buffers(self) -> list[Tensor]:
-        return [local(buffer) for buffer in unique(self.buffers())]
+        return [local(buffer) for buffer in unique(self.buffers(), "buffers")]
 
 
 def fits(now: Tensor, saved: Tensor | None) -> bool:
