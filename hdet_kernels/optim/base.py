@@ -31,7 +31,7 @@ from hdet_kernels.optim.group_entries import (
     PER_REPLICA,
     ROUNDING_SEED,
     Group,
-    freeze_betas,
+    make_plain,
     replica_groups,
     shares_moments,
 )
@@ -39,12 +39,14 @@ from hdet_kernels.optim.in_backward import BackwardSteps, SettingsBefore, take_o
 from hdet_kernels.optim.loading import complete_groups, fit_state, loaded_through, prepare_state_dict, unwrap_tensors
 from hdet_kernels.optim.options import (
     Options,
-    check_max_grad_norm,
+    check_alike,
     check_own_entries,
     check_param,
     check_params,
     check_seed,
     check_ties,
+    checked_max_grad_norm,
+    refuse_unknown,
 )
 from hdet_kernels.optim.state_views import StateViews, saved_state
 from hdet_kernels.optim.watch import FixedGradients, ParameterWatch
@@ -112,11 +114,14 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, max_grad_norm: float | None = None, **options: Any
     ) -> None:
+        refuse_unknown(type(self), options)
         self.options = Options(**options)
         self.max_grad_norm = max_grad_norm
         self._given = options
         self._watchers: OrderedDict[int, tuple[Callable[[], None], Look]] = OrderedDict()
+        make_plain(defaults)
         self.check_group(defaults)
+        check_alike(defaults)
         if self.options.rounds_stochastically:
             # The same on every rank: with different seeds, replicas under DDP would drift apart.
             defaults[ROUNDING_SEED] = 0
@@ -164,7 +169,7 @@ class FusedOptimizer(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        check_max_grad_norm(value)
+        value = checked_max_grad_norm(value)
         if self.options.early is not None:
             self.options.early.check_max_grad_norm(value)
         self._max_grad_norm = value
@@ -506,7 +511,7 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            freeze_betas(group)
+            make_plain(group)
             check_own_entries(group, self.shared_options)
             self.check_group(group)
             self._check_params(group)
@@ -715,7 +720,7 @@ class HyperparameterWriter:
         """Write numbers, tensors and per-replica values, with all checks."""
         groups = self.optimizer.param_groups
         for group in groups:
-            freeze_betas(group)
+            make_plain(group)
         values = [(*self._values_of(group), *group.get(PER_REPLICA, {}).items()) for group in groups]
         # The value of a tensor can change in place: then the tables are written every time.
         has_tensors = any(isinstance(value, Tensor) for group_values in values for value in _flattened(group_values))

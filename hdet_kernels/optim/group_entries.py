@@ -14,9 +14,10 @@ from functools import cache
 from operator import is_
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from hdet_kernels.checks import spell
+from hdet_kernels.checks import is_readable, is_several, spell
 from hdet_kernels.tensors import replicas_of
 
 Group = dict[str, Any]
@@ -32,6 +33,9 @@ ROUNDING_SEED = "rounding_seed"
 
 #: Options of torch.optim that choose an implementation. They are dropped from the groups of a loaded state_dict.
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+#: Entries that are several numbers.
+SEVERAL = ("betas", "adamw_betas", "ns_coefficients")
 
 #: Columns of the hyperparameter table that act on the moments.
 _MOMENT_COLUMNS = ("beta1", "beta2", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "max_grad_norm")
@@ -186,8 +190,14 @@ def _equal(a: float | Tensor | None, b: float | Tensor | None) -> bool:
     return not any(on_device) and float(a) == float(b)
 
 
-def freeze_betas(group: Group) -> None:
-    """Make ``betas`` and the like tuples: a change inside a list would go unnoticed."""
-    for name in ("betas", "adamw_betas", "ns_coefficients"):
-        if isinstance(group.get(name), list):
-            group[name] = tuple(group[name])
+def make_plain(group: Group) -> None:
+    """Make numbers of numpy those of Python, and lists of numbers tuples: a change inside a list would go unnoticed."""
+    for name, value in group.items():
+        if isinstance(value, np.generic) or (type(value) is np.ndarray and value.ndim == 0):
+            group[name] = value.item()
+    for name in SEVERAL:
+        value = group.get(name)
+        if isinstance(value, Tensor):
+            group[name] = value.detach().unbind() if is_readable(value) and value.dim() == 1 else value
+        elif is_several(value) and (type(value) is not tuple or any(isinstance(each, np.generic) for each in value)):
+            group[name] = tuple(each.item() if isinstance(each, np.generic) else each for each in value)

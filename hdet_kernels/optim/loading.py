@@ -27,7 +27,7 @@ from hdet_kernels.optim.group_entries import (
     ROUNDING_SEED,
     Group,
     drop_values_of_other_stacks,
-    freeze_betas,
+    make_plain,
 )
 from hdet_kernels.optim.options import check_own_entries, check_seed
 from hdet_kernels.optim.state_views import MASTER, MASTER_LOW, StatefulOptimizer
@@ -73,7 +73,7 @@ def check_state_dict(optimizer: StatefulOptimizer, state_dict: object) -> None:
     for number, (saved, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         _check_options(number, saved, optimizer.defaults, kind)
         group = optimizer.defaults | {name: value for name, value in saved.items() if name != "params"}
-        freeze_betas(group)
+        make_plain(group)
         check_own_entries(group, getattr(optimizer, "shared_options", None))
         optimizer.check_group(group)
         check_seed(group.get(ROUNDING_SEED, 0))
@@ -134,7 +134,7 @@ def complete_groups(groups: Iterable[Group], defaults: Mapping[str, Any]) -> Non
         for name, value in defaults.items():
             if name not in IMPLEMENTATION_OPTIONS:
                 group.setdefault(name, value)
-        freeze_betas(group)
+        make_plain(group)
 
 
 def _in_own_form(optimizer: StatefulOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

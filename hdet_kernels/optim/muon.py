@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
+from hdet_kernels.checks import check_choice, spell
 from hdet_kernels.ops.backends import chosen, resolve
 from hdet_kernels.ops.chunks import NO_GRADIENT, ChunkTable, MatchedGradients
 from hdet_kernels.ops.newton_schulz import orthogonalise_
@@ -29,7 +31,7 @@ from hdet_kernels.ops.torch.companding import BLOCKS_PER_CHUNK, block_count
 from hdet_kernels.ops.torch.newton_schulz import normalise_rows_
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.flat_group import FlatGroup, Part
-from hdet_kernels.optim.group_entries import PER_REPLICA, Group
+from hdet_kernels.optim.group_entries import PER_REPLICA, Group, make_plain
 from hdet_kernels.optim.options import (
     SharedOptions,
     check_at_least_zero,
@@ -132,7 +134,10 @@ class FusedMuon(FusedOptimizer):
             "eps": adamw_eps,
             "adamw_betas": adamw_betas,
         }
-        self.check_group(defaults | self._adamw | {"use_muon": False})
+        make_plain(self._adamw)
+        named = {f"adamw_{name.removeprefix('adamw_')}": value for name, value in self._adamw.items()}
+        check_at_least_zero(named, "adamw_lr", "adamw_weight_decay", "adamw_eps")
+        check_below_one(named, "adamw_betas")
         super().__init__(params, defaults, **shared)
         if not any(group["use_muon"] for group in self.param_groups):
             log.warning(
@@ -145,24 +150,23 @@ class FusedMuon(FusedOptimizer):
         check_flags(group, "use_muon", "nesterov", "normuon")
         check_at_least_zero(group, "lr", "weight_decay", "momentum", "eps")
         if not group["use_muon"]:
-            check_below_one({"betas": group["adamw_betas"]}, "betas")
+            check_below_one(group, "adamw_betas")
             return
         check_below_one(group, "normuon_beta2")
         steps, coefficients = group["ns_steps"], group["ns_coefficients"]
         if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < _MOST_STEPS:
             raise ValueError(
-                f"ns_steps must be a whole number from 0 to {_MOST_STEPS - 1}, got {steps!r}; the default is 5"
+                f"ns_steps must be a whole number from 0 to {_MOST_STEPS - 1}, got {spell(steps)}; the default is 5"
             )
-        several = isinstance(coefficients, tuple | list) and len(coefficients) == 3
-        if not several or any(isinstance(each, bool) or not isinstance(each, int | float) for each in coefficients):
-            raise ValueError(f"ns_coefficients must be exactly 3 numbers, got {coefficients!r}; leave them out")
+        several = isinstance(coefficients, tuple) and len(coefficients) == 3
+        if not several or not all(map(_is_finite, coefficients)):
+            raise ValueError(
+                f"ns_coefficients must be exactly 3 numbers that are finite, got {spell(coefficients)}; leave them out"
+            )
         for name in ("eps", "normuon_beta2"):
             if isinstance(group[name], Tensor):
                 raise ValueError(f"{name} of matrices must be a number, got a tensor; pass float({name})")
-        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got {group['adjust_lr_fn']!r}"
-            )
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
         if apart := sorted(set(_COMMON).intersection(key.split("[")[0] for key in group.get(PER_REPLICA, {}))):
             raise ValueError(
                 f"{apart[0]} of matrices cannot differ between replicas; explore lr, weight_decay or momentum, or give "
@@ -301,6 +305,11 @@ _ADAMW_NAMES = {
     "adamw_betas": "adamw_betas",
     "betas": "adamw_betas",
 }
+
+
+def _is_finite(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def _is_matrix(given: Any) -> bool:

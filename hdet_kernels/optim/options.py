@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet_kernels.checks import check_choice, check_flag, check_kind, check_whole
+from hdet_kernels.checks import (
+    check_choice,
+    check_flag,
+    check_kind,
+    check_whole,
+    is_real,
+    spell,
+    unexpected_keyword,
+)
 from hdet_kernels.ops import DTYPES, MASTERED, STATE_DTYPES
+from hdet_kernels.optim.group_entries import IMPLEMENTATION_OPTIONS, SEVERAL
 from hdet_kernels.sharded import part_of
 from hdet_kernels.tensors import replicas_of
 
@@ -126,21 +136,22 @@ class Options:
 
     def __post_init__(self) -> None:
         if not isinstance(self.in_backward, bool | InBackward):
-            raise ValueError(f"in_backward must be True, False or an InBackward, got {self.in_backward!r}")
+            raise ValueError(f"in_backward must be True, False or an InBackward, got {spell(self.in_backward)}")
+        check_choice("gradients", self.gradients, get_args(GradientStorage))
         if self.in_backward and self.gradients == "fixed":
             raise ValueError(
                 'in_backward=True frees gradients in the backward pass, and gradients="fixed" keeps them for good: '
                 "leave out one of them"
             )
-        check_choice("gradients", self.gradients, get_args(GradientStorage))
         if not (self.master_weights is None or isinstance(self.master_weights, bool) or self.splits_masters):
             raise ValueError(
-                f'master_weights must be True, False, "split" or None to choose, got {self.master_weights!r}'
+                f'master_weights must be True, False, "split" or None to choose, got {spell(self.master_weights)}'
             )
         if isinstance(self.state_dtype, str) and self.state_dtype == "int8":
             object.__setattr__(self, "state_dtype", torch.int8)
         if not any(self.state_dtype is dtype for dtype in (torch.float32, torch.bfloat16, torch.int8)):
-            raise ValueError(f'state_dtype must be torch.float32, torch.bfloat16 or "int8", got {self.state_dtype!r}')
+            given = spell(self.state_dtype)
+            raise ValueError(f'state_dtype must be torch.float32, torch.bfloat16 or "int8", got {given}')
         for name in ("stochastic_rounding", "advance_versions"):
             check_flag(name, getattr(self, name))
         if self.master_weights and self.stochastic_rounding:
@@ -226,13 +237,30 @@ class Options:
         return torch.uint8 if self.state_dtype == torch.int8 else self.state_dtype
 
 
+def refuse_unknown(
+    kind: type[object], given: Iterable[str], shared: Iterable[str] = SharedOptions.__annotations__
+) -> None:
+    """Raise TypeError for keywords that a class of optimizers does not have, and say which was probably meant.
+
+    ``shared`` are those that it has beside the named ones of its constructor.
+    """
+    shared = list(shared)
+    for name in given:
+        if name not in shared:
+            own = [each.name for each in inspect.signature(kind).parameters.values() if each.kind != each.VAR_KEYWORD]
+            hint = f"{', '.join(IMPLEMENTATION_OPTIONS)} choose one of torch's implementations: leave them out here"
+            known = [*own, *shared]
+            raise unexpected_keyword(kind.__name__, name, known, hint if name in IMPLEMENTATION_OPTIONS else "")
+
+
 def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless each named option is a finite number of at least 0."""
     for name in names:
         number = _number(name, options[name])
         if number is not None and not 0 <= number < math.inf:
             raise ValueError(
-                f"{name} must be a finite number of at least 0, got {options[name]}; pass for example {name}=0.001"
+                f"{name} must be a finite number of at least 0, got {spell(options[name])}; pass for example "
+                f"{name}=0.001"
             )
 
 
@@ -240,20 +268,33 @@ def check_finite(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the named option is a finite number."""
     number = _number(name, options[name])
     if number is not None and not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, got {options[name]}; leave it out for 0")
+        raise ValueError(f"{name} must be a finite number, got {spell(options[name])}; leave it out for 0")
 
 
 def check_below_one(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the named decay rate lies in [0, 1); ``betas`` is a pair of decay rates."""
-    value = options[name]
-    if name == "betas" and not (isinstance(value, tuple | list) and len(value) == 2):
+    value, pair = options[name], name in SEVERAL
+    if pair and not (isinstance(value, tuple) and len(value) == 2):
         raise ValueError(
-            f"betas must be a pair of numbers in [0, 1), got {value!r}; pass for example betas=(0.9, 0.99)"
+            f"{name} must be a pair of numbers in [0, 1), got {spell(value)}; pass for example {name}=(0.9, 0.99)"
         )
-    for part in value if name == "betas" else (value,):
+    for part in value if pair else (value,):
         number = _number(name, part)
         if number is not None and not 0 <= number < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value!r}; a usual value is 0.9")
+            raise ValueError(f"{name} must be in [0, 1), got {spell(value)}; a usual value is 0.9")
+
+
+def check_alike(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a pair of decay rates of which one is a tensor and the other is none, as torch.optim does.
+
+    Of the groups that is not asked: a schedule of momentum writes a number to the first of two.
+    """
+    for name in SEVERAL:
+        if len({isinstance(each, Tensor) for each in options.get(name, ())}) > 1:
+            raise ValueError(
+                f"{name} must be two numbers or two tensors, got {spell(options[name])}: pass float(…) of the tensor, "
+                "or torch.tensor(…) of the number"
+            )
 
 
 def check_flags(options: Mapping[str, Any], *names: str) -> None:
@@ -262,7 +303,7 @@ def check_flags(options: Mapping[str, Any], *names: str) -> None:
         if not isinstance(options[name], bool | np.bool_) and not (
             type(options[name]) is int and options[name] in (0, 1)
         ):
-            raise ValueError(f"{name} must be True or False, got {options[name]!r}")
+            raise ValueError(f"{name} must be True or False, got {spell(options[name])}")
 
 
 def check_own_entries(group: Mapping[str, Any], shared: Mapping[str, Any] | None = None) -> None:
@@ -282,23 +323,28 @@ def check_own_entries(group: Mapping[str, Any], shared: Mapping[str, Any] | None
 def check_seed(value: object) -> None:
     """Raise ValueError unless ``value`` is a seed of stochastic rounding: 32 bits without a sign."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise ValueError(f"rounding_seed must be a whole number from 0 to 2**32 - 1, got {value!r}; the default is 0")
+        raise ValueError(
+            f"rounding_seed must be a whole number from 0 to 2**32 - 1, got {spell(value)}; the default is 0"
+        )
 
 
-def check_max_grad_norm(value: float | None) -> None:
-    """Raise ValueError unless ``value`` is a positive number or None."""
+def checked_max_grad_norm(value: object) -> float | None:
+    """Return ``value`` as a float, or None; raise ValueError unless it is a positive number or None."""
     if value is None:
-        return
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not value > 0 or (isinstance(value, int) and _number("max_grad_norm", value) == math.inf):
-        raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {value!r}")
+        return None
+    number = _number("max_grad_norm", value)
+    number = float(value) if number is None else number  # type: ignore[arg-type]  # a tensor on an accelerator
+    if not number > 0 or (isinstance(value, int) and number == math.inf):
+        raise ValueError(f"max_grad_norm must be a positive number, or None for no clipping, got {spell(value)}")
+    return number
 
 
 def check_params(params: object) -> None:
     """Raise TypeError unless ``params`` is an iterable, as the parameters of an optimizer or of a group must be."""
     if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
-        given = repr(params) if params is None or isinstance(params, int | float) else f"a {type(params).__name__}"
-        raise TypeError(f"parameters must be tensors, or dicts with tensors, got {given}: pass model.parameters()")
+        raise TypeError(
+            f"parameters must be tensors, or dicts with tensors, got {spell(params)}: pass model.parameters()"
+        )
 
 
 def check_param(index: int, param: Tensor) -> None:
@@ -331,12 +377,10 @@ def check_ties(groups: Sequence[Mapping[str, Any]]) -> None:
 def _number(name: str, value: Any) -> float | None:
     """Return a number as a float, None if that would wait for an accelerator; raise ValueError for anything else."""
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} as a tensor must have one element, got shape {tuple(value.shape)}")
-        if value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"{name} as a tensor must hold a real number, got {value.dtype}")
+        if not is_real(value) or value.numel() != 1:
+            raise ValueError(f"{name} as a tensor must have one element, a real number, got {spell(value)}")
     elif isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number or a tensor of one element, got {value!r}")
+        raise ValueError(f"{name} must be a number or a tensor of one element, got {spell(value)}")
     if not on_host(value):
         return None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hdet_kernels.ops.rowwise import RowGradient, RowWiseArguments, arithmetic, 
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.optim.flat_group import FlatGroup, GradientOf, Part
 from hdet_kernels.optim.group_entries import Group
-from hdet_kernels.optim.options import InBackward, check_at_least_zero, check_flags
+from hdet_kernels.optim.options import InBackward, check_at_least_zero, check_flags, refuse_unknown
 from hdet_kernels.sharded import is_distributed
 from hdet_kernels.tensors import Slot, replicas_of
 
@@ -64,7 +64,9 @@ class FusedRowWiseAdagrad(FusedOptimizer):
         stochastic_rounding: bool = False,
         backend: str | None = None,
         in_backward: bool | InBackward = False,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(type(self), unknown, shared=())
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,

@@ -22,9 +22,15 @@ NUMBERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[Any, ...]]] = {
     "initial_accumulator_value": (hk.FusedAdagrad, (-0.1, NAN, INF)),
     "max_grad_norm": (hk.FusedAdamW, (0, -1.0, NAN, -INF)),
 }
-#: torch takes learning rates as tensors of one element, also where their values are not known yet. None is no limit.
-KINDS = [value for kind, value in NOT_NUMBERS.items() if kind not in ("a meta tensor", "None")]
-NO_BETAS = (None, 0.9, (), (0.9,), (0.9, 0.99, 0.999), (-0.1, 0.9), (0.9, 1.0), (NAN, 0.9), ("a", "b"), (True, 0.9))
+#: None is no limit.
+KINDS = [value for kind, value in NOT_NUMBERS.items() if kind != "None"]
+NO_BETAS = (
+    *(None, 0.9, (), (0.9,), (0.9, 0.99, 0.999), (-0.1, 0.9), (0.9, 1.0), (NAN, 0.9), ("a", "b"), (True, 0.9), "ab"),
+    *({0.9, 0.99}, {0: 0.9, 1: 0.99}, torch.ones(2, device="meta"), torch.tensor([0.9, 1.5]), bytearray(2)),
+    *((0.9, torch.tensor(0.99)), (torch.tensor(0.9), 0.99)),
+)
+#: Keywords of torch's optimizers that choose one of its implementations.
+SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 
 
 def built(kind: Callable[..., object] = hk.FusedAdamW) -> Entry:
@@ -74,6 +80,13 @@ KEYWORDS: list[Row] = [
     ),
     *named("Adam", refused(built(hk.FusedAdam), "betas", BOTH, *NO_BETAS)),
     *named("Lion", refused(built(hk.FusedLion), "betas", BOTH, *NO_BETAS)),
+    *refused(built(hk.FusedMuon), "adamw_betas", BOTH, *NO_BETAS),
+    *(
+        row
+        for name in ("adamw_lr", "adamw_eps", "adamw_weight_decay")
+        for row in refused(built(hk.FusedMuon), name, BOTH, -1.0, NAN, "x")
+    ),
+    *refused(built(hk.FusedMuon), "ns_coefficients", BOTH, (1.0, 2.0, NAN), (1.0, 2.0, 10**400), "abc", {1, 2, 3}),
     *(
         row
         for name in ("amsgrad", "maximize", "stochastic_rounding", "master_weights")
@@ -84,7 +97,15 @@ KEYWORDS: list[Row] = [
     *refused(built(), "state_dtype", BOTH, torch.float16, torch.uint8, None, "bf16", "uint8", float),
     *refused(built(), "stochastic_rounding", ValueError, True, master_weights=True),
     *refused(built(), "backend", BOTH, "cudnn", "", 3, ["torch"]),
-    *refused(built(), "momentun", TypeError, 0.9),
+    *(
+        row
+        for kind in (hk.FusedAdamW, hk.FusedRowWiseAdagrad)
+        for name in SWITCHES
+        for row in named(kind.__name__, refused(built(kind), name, TypeError, True, argument=f"{kind.__name__}() got"))
+    ),
+    *named("switch", refused(built(), "foreach", TypeError, None, argument="torch's implementations: leave them out")),
+    *named("SGD", refused(built(hk.FusedSGD), "momentun", TypeError, 0.9, argument="did you mean 'momentum'?")),
+    *refused(built(hk.FusedRowWiseAdagrad), "max_grad_norm", TypeError, 1.0),
     *(
         row
         for kind in (hk.FusedAdamW, hk.FusedRowWiseAdagrad)
@@ -95,7 +116,7 @@ KEYWORDS: list[Row] = [
 PARAMETERS: list[Row] = [
     *refused(built(), "params", TypeError, None, torch.ones(3), argument="param"),
     *refused(built(), "params", TypeError, [1.0, 2.0], "ab", argument="Tensors"),
-    *refused(built(), "params", (KeyError, *BOTH), [], [{"lr": 0.1}], argument="param"),
+    *refused(built(), "params", (KeyError, *BOTH), [], iter([]), [{"lr": 0.1}], argument="param"),
     *refused(built(), "params", ValueError, [{"params": [TWICE]}, {"params": [TWICE]}], argument="parameter group"),
     *refused(built(), "params", ValueError, [TWICE * 2], argument="non-leaf"),
     *refused(built(), "params", ValueError, [COMPLEX], argument="complex64"),

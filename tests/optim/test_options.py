@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from hdet_kernels.ops.table import HyperTable
-from hdet_kernels.optim import FusedAdamW, FusedSGD
+from hdet_kernels.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLion, FusedMuon, FusedSGD
 from hdet_kernels.optim.options import Options
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -94,7 +99,8 @@ def test_a_group_that_is_edited_badly_is_refused_at_the_step(name: str, value: A
 def test_numbers_on_an_accelerator_are_not_read() -> None:
     """Groups are checked again when one changed, also while a CUDA graph is captured."""
     optimizer = FusedSGD([nn.Parameter(torch.ones(1))], momentum=0.9, nesterov=True)
-    unread = torch.empty((), device="meta")
+    with FakeTensorMode():
+        unread = torch.empty((), device="cuda")  # has no value: reading it would raise
     optimizer.check_group({**optimizer.defaults, "lr": unread, "momentum": unread})
 
 
@@ -141,3 +147,84 @@ def test_the_table_is_written_only_after_a_change_and_once_for_all_dtypes(monkey
         assert len(writes) == count
     assert [row["lr"] for row in writes[-1]] == [0.5, 0.25]
     assert [row["momentum"] for row in writes[-1]] == [0, 0.9]
+
+
+class Pair(Sequence[float]):
+    """A sequence that is neither a list nor a tuple, as the lists of Hydra are."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = values
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def hydra_list(*values: float) -> Any:
+    return pytest.importorskip("omegaconf", reason="omegaconf is not installed").OmegaConf.create(list(values))
+
+
+@pytest.mark.parametrize(
+    "kind", [list, Pair, deque, lambda *pair: np.array(pair), lambda *pair: torch.tensor(pair), hydra_list]
+)
+def test_every_sequence_of_two_numbers_is_taken_for_betas(kind: Any) -> None:
+    given = kind([0.75, 0.5]) if kind in (list, deque) else kind(0.75, 0.5)
+    for make, name in ((FusedAdam, "betas"), (FusedLion, "betas"), (FusedMuon, "adamw_betas")):
+        group = make([nn.Parameter(torch.ones(2, 2))], **{name: given}).param_groups[0]
+        assert type(group[name]) is tuple
+        assert [float(beta) for beta in group[name]] == [0.75, 0.5]
+    group = FusedAdam([{"params": [nn.Parameter(torch.ones(2))], "betas": given}]).param_groups[0]
+    assert type(group["betas"]) is tuple
+
+
+def test_a_schedule_of_momentum_may_mix_betas() -> None:
+    """torch refuses a number beside a tensor in the constructor only: OneCycleLR writes the first of two tensors."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = FusedAdamW([param], betas=(torch.tensor(0.9), torch.tensor(0.99)))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    schedule.step()
+    assert isinstance(optimizer.param_groups[0]["betas"][0], float)
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = FusedAdamW([param], lr=np.float64(0.5), betas=(np.float64(0.9), np.float32(0.5)), eps=np.array(1e-3))  # type: ignore[arg-type]
+    assert [type(optimizer.param_groups[0][name]) for name in ("lr", "eps")] == [float, float]
+    optimizer.param_groups[0]["lr"] = np.float32(0.25)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["param_groups"][0]
+    assert (saved["lr"], saved["betas"]) == (0.25, (0.9, 0.5))
+
+
+CLASSES = {
+    "SGD": (FusedSGD, {"momentum": 0.9}),
+    "Adam": (FusedAdam, {}),
+    "AdamW": (FusedAdamW, {}),
+    "Adagrad": (FusedAdagrad, {}),
+    "Muon": (FusedMuon, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_learning_rate_in_a_float64_tensor_is_the_same_number(name: str, dtype: torch.dtype) -> None:
+    """It gives the bits of a float, here as in torch.optim: what is apart from torch is the rounding of every step."""
+    fused, options = CLASSES[name]
+    for kind in (fused, getattr(torch.optim, name)):
+        ends = []
+        for rate in (0.0123, torch.tensor(0.0123, dtype=FP64)):
+            param = nn.Parameter(torch.linspace(-5, 5, 12).to(dtype).view(3, 4))
+            optimizer = kind([param], lr=rate, **options)
+            for step in range(5):
+                param.grad = (param.detach() + step).sin()
+                optimizer.step()
+            ends.append(param.detach().clone())
+        assert torch.equal(*ends)
