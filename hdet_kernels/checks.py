@@ -111,8 +111,11 @@ def check_callable(name: str, value: object, call: str, *, takes: int | None = N
 
     With ``takes`` it must take that many positional arguments, as far as its signature is known.
     """
-    if not callable(value) or (takes is not None and not accepts(value, *[None] * takes)):
+    if not callable(value):
         raise TypeError(_message(name, value, f"callable as {call}", remedy))
+    if takes is not None and not accepts(value, *[None] * takes):
+        own = f"{spell(value)} that takes {inspect.signature(value)}"
+        raise TypeError(f"{name} must be callable as {call}, got {own}{': ' if remedy else ''}{remedy}")
 
 
 def accepts(function: Callable[..., object], *arguments: object, **keywords: object) -> bool:

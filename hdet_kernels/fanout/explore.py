@@ -52,22 +52,28 @@ TieGroups = Literal["auto"] | bool | Sequence[Sequence[int]]
 _MAY_DIFFER = ("params", "weight_decay", "initial_weight_decay", "rounding_seed", PER_REPLICA, PER_REPLICA_BASE)
 
 
-def check_tie_groups(tie_groups: object) -> None:
-    """Raise TypeError or ValueError unless it is ``"auto"``, True, False or a list of lists of different indices."""
-    if isinstance(tie_groups, bool) or (isinstance(tie_groups, str) and tie_groups == "auto"):
-        return
+def checked_tie_groups(tie_groups: object) -> TieGroups:
+    """Return ``"auto"``, True, False or a list of lists of different indices; raise for all else."""
+    if isinstance(tie_groups, bool):
+        return tie_groups
+    if isinstance(tie_groups, str) and tie_groups == "auto":
+        return "auto"
     what = "'auto', True, False or a list of lists of parameter groups, such as [[0, 1], [2, 3]]"
     if isinstance(tie_groups, str):
         raise ValueError(f"tie_groups must be {what}, got {spell(tie_groups)}")
     sets = check_sequence("tie_groups", tie_groups, what)
-    listed = [
-        group
+    several = "a list of parameter groups, counted from 0"
+    checked = [
+        [
+            check_whole("a parameter group in tie_groups", group, at_least=0)
+            for group in check_sequence(f"tie_groups[{index}]", tied, several)
+        ]
         for index, tied in enumerate(sets)
-        for group in check_sequence(f"tie_groups[{index}]", tied, "a list of parameter groups, counted from 0")
     ]
-    named = [check_whole("a parameter group in tie_groups", group, at_least=0) for group in listed]
+    named = [group for tied in checked for group in tied]
     if twice := sorted({group for group in named if named.count(group) > 1}):
         raise ValueError(f"tie_groups={spell(tie_groups)} names parameter group {twice[0]} twice: tie a group once")
+    return checked
 
 
 def tied_groups(

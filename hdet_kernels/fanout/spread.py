@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hdet_kernels.controller.protocol import Controller, MeasuredSlopes, Observation, Run, State
 from hdet_kernels.ensemble import Ensemble, held
-from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, TieGroups, check_tie_groups, expand, peak_of
+from hdet_kernels.fanout.explore import Explore, Group, Hyperparameter, TieGroups, checked_tie_groups, expand, peak_of
 from hdet_kernels.fanout.multipliers import pairs
 from hdet_kernels.optim.group_entries import write_entry, write_per_replica
 
@@ -103,8 +103,7 @@ class Spread:
         Its first cycle has begun. The groups have the schedule's first learning rates. ``run`` is that which the
         controller prepared. ``spread``, ``explore``, ``tie_groups`` and ``seed`` are as in the schedulers.
         """
-        check_tie_groups(tie_groups)
-        hyperparameters = expand(explore, groups, spread, tie_groups=tie_groups)
+        hyperparameters = expand(explore, groups, spread, tie_groups=checked_tie_groups(tie_groups))
         names = [hyper.name for hyper in hyperparameters]
         for what, entries in (("floors", run.floors), ("peaks", run.peaks), ("reach", run.reach)):
             if entries and len(entries) != len(names):

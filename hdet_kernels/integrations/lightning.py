@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hdet_kernels.checks import check_flag
+from hdet_kernels.checks import check_callable, check_choice, check_flag
 from hdet_kernels.integrations.loggers import write_text
 from hdet_kernels.integrations.probe import BatchProbe, evaluating
 from hdet_kernels.optim.base import FusedOptimizer
@@ -88,8 +88,10 @@ class HDET(_Callback):
 
     def __init__(self, *, probe: ProbeChoice | None = None, log: bool = True) -> None:
         super().__init__()
-        if not (probe is None or probe in ("eval", "train") or callable(probe)):
-            raise ValueError(f"probe must be 'eval', 'train', a function of the LightningModule or None, got {probe!r}")
+        if callable(probe):
+            check_callable("probe", probe, "probe(module), with the LightningModule", takes=1)
+        else:
+            check_choice("probe", probe, ("eval", "train", None), remedy="or a function of the LightningModule")
         check_flag("log", log)
         self._choice, self._log = probe, log
         self._schedulers: list[WithCycle] = []

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.checks import check_choice
+from hdet_kernels.checks import check_choice, check_flag, check_kind
 from hdet_kernels.integrations.probe import BatchProbe
 from hdet_kernels.optim.base import FusedOptimizer
 from hdet_kernels.schedule import HDETOneCycleLR, HDETScheduler
@@ -157,7 +157,9 @@ class HDETCallback(TrainerCallback):
 
     def __init__(self, *, save: str = "consensus", record_losses: bool = True, log_metrics: bool = True) -> None:
         check_choice("save", save, ("consensus", "sync"))
-        self.save, self.record_losses, self.log_metrics = save, record_losses, log_metrics
+        self.save = save
+        self.record_losses = check_flag("record_losses", record_losses)
+        self.log_metrics = check_flag("log_metrics", log_metrics)
         self.losses = StepLoss()
         self._scheduler: HDETOneCycleLR | HDETScheduler | None = None
         self._hook: RemovableHandle | None = None
@@ -412,6 +414,10 @@ def _check_one_cycle(schedule: str) -> None:
 
 def trainer_options(hdet: Mapping[str, Any] | None) -> TrainerOptions:
     """Return the checked options of ``hdet=``."""
+    if hdet is not None:
+        check_kind(
+            "hdet", hdet, Mapping, "a dict of the scheduler's keywords", remedy="pass for example {'spread': 0.2}"
+        )
     given = dict(hdet or {})
     schedule, save = given.pop("schedule", None), given.pop("save", "consensus")
     if schedule is not None:
@@ -420,7 +426,7 @@ def trainer_options(hdet: Mapping[str, Any] | None) -> TrainerOptions:
     peak = {"max_lr": given.pop("max_lr")} if "max_lr" in given else {}
     if peak and schedule is not None:
         _check_one_cycle(schedule)
-    eval_probe = given.get("probe") == "eval"
+    eval_probe = isinstance(probe := given.get("probe"), str) and probe == "eval"
     if eval_probe:
         del given["probe"]
     refuse_unknown(given, "the hdet= of the trainer")

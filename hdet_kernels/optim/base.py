@@ -12,6 +12,7 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels import ops
 from hdet_kernels.buckets import Buckets
+from hdet_kernels.checks import check_callable
 from hdet_kernels.ops.backends import resolve
 from hdet_kernels.ops.chunks import MatchedGradients
 from hdet_kernels.ops.step import NO_SCALARS
@@ -194,6 +196,7 @@ class FusedOptimizer(Optimizer):
     def _step(self, closure: Closure | None) -> float | None:
         loss = None
         if closure is not None:
+            check_callable("closure", closure, "closure()", remedy="it evaluates the model and returns the loss")
             loss = self._run(closure)
         if self._early is not None:
             self._refuse_scaler()
@@ -723,7 +726,9 @@ class HyperparameterWriter:
             make_plain(group)
         values = [(*self._values_of(group), *group.get(PER_REPLICA, {}).items()) for group in groups]
         # The value of a tensor can change in place: then the tables are written every time.
-        has_tensors = any(isinstance(value, Tensor) for group_values in values for value in _flattened(group_values))
+        has_tensors = any(
+            isinstance(value, Tensor | np.ndarray) for group_values in values for value in _flattened(group_values)
+        )
         if not has_tensors and values == self._written:
             return
         for group in groups:

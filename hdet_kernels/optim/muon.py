@@ -149,9 +149,7 @@ class FusedMuon(FusedOptimizer):
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group, "use_muon", "nesterov", "normuon")
         check_at_least_zero(group, "lr", "weight_decay", "momentum", "eps")
-        if not group["use_muon"]:
-            check_below_one(group, "adamw_betas")
-            return
+        check_below_one(group, "adamw_betas")
         check_below_one(group, "normuon_beta2")
         steps, coefficients = group["ns_steps"], group["ns_coefficients"]
         if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < _MOST_STEPS:
@@ -163,10 +161,13 @@ class FusedMuon(FusedOptimizer):
             raise ValueError(
                 f"ns_coefficients must be exactly 3 numbers that are finite, got {spell(coefficients)}; leave them out"
             )
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
+        if not group["use_muon"]:
+            return
+        check_at_least_zero(group, "eps", at_most=torch.finfo(torch.float32).max)
         for name in ("eps", "normuon_beta2"):
             if isinstance(group[name], Tensor):
                 raise ValueError(f"{name} of matrices must be a number, got a tensor; pass float({name})")
-        check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
         if apart := sorted(set(_COMMON).intersection(key.split("[")[0] for key in group.get(PER_REPLICA, {}))):
             raise ValueError(
                 f"{apart[0]} of matrices cannot differ between replicas; explore lr, weight_decay or momentum, or give "
@@ -293,8 +294,14 @@ class FusedMuon(FusedOptimizer):
 
     def _settings(self, number: int) -> Orthogonal:
         group = self.param_groups[number]
-        own = (group[name] for name in ("ns_steps", "eps", "adjust_lr_fn", "normuon", "normuon_beta2"))
-        return Orthogonal(tuple(group["ns_coefficients"]), *own)
+        return Orthogonal(
+            tuple(group["ns_coefficients"]),
+            group["ns_steps"],
+            float(group["eps"]),
+            group["adjust_lr_fn"],
+            group["normuon"],
+            float(group["normuon_beta2"]),
+        )
 
 
 #: The keys of a group that are for AdamW, with their names in AdamW's group. Of two with one name the later one counts.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hdet_kernels.checks import (
     check_choice,
     check_flag,
+    check_iterable,
     check_kind,
     check_whole,
     is_real,
@@ -253,11 +255,11 @@ def refuse_unknown(
             raise unexpected_keyword(kind.__name__, name, known, hint if name in IMPLEMENTATION_OPTIONS else "")
 
 
-def check_at_least_zero(options: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError unless each named option is a finite number of at least 0."""
+def check_at_least_zero(options: Mapping[str, Any], *names: str, at_most: float = sys.float_info.max) -> None:
+    """Raise ValueError unless each named option is a finite number of at least 0, and at most ``at_most``."""
     for name in names:
         number = _number(name, options[name])
-        if number is not None and not 0 <= number < math.inf:
+        if number is not None and not 0 <= number <= at_most:
             raise ValueError(
                 f"{name} must be a finite number of at least 0, got {spell(options[name])}; pass for example "
                 f"{name}=0.001"
@@ -313,11 +315,19 @@ def check_own_entries(group: Mapping[str, Any], shared: Mapping[str, Any] | None
     """
     known = shared or {}
     others = [name for name in SharedOptions.__annotations__ if name in group]
-    if wrong := [name for name in others if name not in known or group[name] != known[name]]:
+    if wrong := [name for name in others if name not in known or not _are_same(group[name], known[name])]:
+        given = f"{wrong[0]}={spell(group[wrong[0]])}"
         raise ValueError(
-            f"a parameter group has {wrong[0]}={group[wrong[0]]!r}, which is one for all groups of an optimizer: pass "
-            f"it beside params, as in FusedAdamW(params, {wrong[0]}=…), or build an optimizer for each group"
+            f"a parameter group has {given}, which is one for all groups of an optimizer: pass it beside params, as in "
+            f"FusedAdamW(params, {wrong[0]}=…), or build an optimizer for each group"
         )
+
+
+def _are_same(given: object, known: object) -> bool:
+    """Return whether two options are equal. A flag equals no number, and an array nothing else."""
+    if isinstance(given, np.ndarray | Tensor) or isinstance(given, bool) != isinstance(known, bool):
+        return given is known
+    return bool(given == known)
 
 
 def check_seed(value: object) -> None:
@@ -340,11 +350,12 @@ def checked_max_grad_norm(value: object) -> float | None:
 
 
 def check_params(params: object) -> None:
-    """Raise TypeError unless ``params`` is an iterable, as the parameters of an optimizer or of a group must be."""
-    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"parameters must be tensors, or dicts with tensors, got {spell(params)}: pass model.parameters()"
-        )
+    """Raise TypeError unless ``params`` is a tensor or an iterable, as those of an optimizer or of a group must be."""
+    remedy = "pass model.parameters()"
+    if isinstance(params, torch.nn.Module | Set):  # torch refuses a set too: it has no order
+        raise TypeError(f"parameters must be tensors, or dicts with tensors, got {spell(params)}: {remedy}")
+    if not isinstance(params, Tensor):
+        check_iterable("parameters", params, "tensors, or dicts with tensors", remedy=remedy)
 
 
 def check_param(index: int, param: Tensor) -> None:

@@ -87,7 +87,8 @@ class FusedRowWiseAdagrad(FusedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group, "decoupled_weight_decay", "maximize")
-        check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "eps")
+        check_at_least_zero(group, "initial_accumulator_value", at_most=torch.finfo(torch.float32).max)
 
     def row(self, group: Group) -> dict[str, float | Tensor]:
         return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}

@@ -186,7 +186,8 @@ class FusedAdagrad(FusedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group, "maximize")
-        check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+        check_at_least_zero(group, "lr", "lr_decay", "weight_decay", "eps")
+        check_at_least_zero(group, "initial_accumulator_value", at_most=torch.finfo(torch.float32).max)
 
     def row(self, group: Group) -> dict[str, float | Tensor]:
         return _entries(group, "lr", "weight_decay", "eps", "lr_decay", "maximize")

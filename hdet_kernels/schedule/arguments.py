@@ -35,7 +35,7 @@ from hdet_kernels.controller.protocol import Controller, check_controller
 from hdet_kernels.controller.regression import RegressionController, checked_trust
 from hdet_kernels.converge import Averaging
 from hdet_kernels.ensemble import Ensemble, check_ensemble
-from hdet_kernels.fanout.explore import Explore, TieGroups, check_tie_groups
+from hdet_kernels.fanout.explore import Explore, TieGroups, checked_tie_groups
 from hdet_kernels.fanout.multipliers import check_spread
 from hdet_kernels.schedule.losses import Loss
 from hdet_kernels.schedule.scout.rounds import ScoutSettings
@@ -98,7 +98,6 @@ class Options:
             )
         if self.probe is not None:
             check_callable("probe", self.probe, "probe()", takes=0, remedy="it takes no arguments and returns a loss")
-        check_tie_groups(self.tie_groups)
         check_choice("gradients", self.gradients, ("auto", "shared", "local"))
         if isinstance(self.ensemble, ReplicaStack):
             raise TypeError(f"ensemble is {self.ensemble!r} itself: pass ensemble=stack.ensemble")
@@ -122,6 +121,7 @@ class Options:
             sync_every=None if self.sync_every is None else check_steps("sync_every", self.sync_every),
             trust=trust,
             explore=_explored(self.explore),
+            tie_groups=checked_tie_groups(self.tie_groups),
             seed=check_whole("seed", self.seed),
         )
 

@@ -172,7 +172,7 @@ def release(optimizer: Optimizer) -> None:
     Args:
         optimizer: the optimizer, or a wrapper around it.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer = check_kind("optimizer", unwrapped(optimizer), Optimizer, "a torch.optim.Optimizer, or a wrapper of one")
     own_values_back(optimizer)
     if (attached := _ATTACHED.pop(optimizer, None)) is not None:
         attached.end()

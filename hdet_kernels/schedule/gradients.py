@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet_kernels.checks import check_callable
 from hdet_kernels.controller.protocol import MeasuredSlopes, Run
 from hdet_kernels.ensemble import Ensemble
 from hdet_kernels.optim.base import Pairs
@@ -36,6 +37,7 @@ def look_at_gradients(
     if closure is None:
         look()
         return None
+    check_callable("closure", closure, "closure()", remedy="it evaluates the model and returns the loss")
     looked = False
 
     def looked_after() -> Any:

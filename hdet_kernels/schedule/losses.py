@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hdet_kernels.checks import MOST_STEPS, check_positive, spell
+from hdet_kernels.checks import MOST_STEPS, check_positive, is_readable, is_several, spell
 from hdet_kernels.tensors import wide_dtype
 
 #: A number that may be NaN or infinite, as losses may.
@@ -108,20 +108,21 @@ def checked_loss(value: object, what: str, rows: int = 1) -> float | Tensor:
     if rows > 1:
         return _of_several(value, what, rows)
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"{what} must be a scalar, got a tensor of shape {tuple(value.shape)}; reduce it first, as in .mean()"
-            )
         _check_values(value, what)
+        if value.numel() != 1:
+            raise ValueError(f"{what} must be a scalar, got {spell(value)}: reduce it first, as in .mean()")
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
-    if value is None or isinstance(value, bool | str | bytes):
-        raise TypeError(f"{what} must be a number or a scalar tensor, got {value!r}")
+    given = value
+    if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.ma.MaskedArray) and value.ndim == 0:
+        value = value.item()  # of numpy alone, flags, text and complex numbers would be made floats
+    if value is None or isinstance(value, bool | str | bytes | bytearray | np.ndarray):
+        raise TypeError(f"{what} must be a number or a scalar tensor, got {spell(given)}")
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError as error:
         raise ValueError(f"{what} must be within the range of floats, got {spell(value)}") from error
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} must be a number or a scalar tensor, got {type(value).__name__}") from error
+        raise TypeError(f"{what} must be a number or a scalar tensor, got {spell(given)}") from error
 
 
 def checked_divisor(divided_by: float) -> float:
@@ -144,15 +145,15 @@ def run_probe(probe: Callable[[], Loss], rows: int) -> tuple[float | Tensor | No
 def _of_several(value: object, what: str, rows: int) -> Tensor:
     advice = f"pass one for each of the {rows} replicas, as stack.backward() returns them"
     if not isinstance(value, Tensor):
-        if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
-            raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {value!r}: {advice}")
+        if not is_several(value):
+            raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {spell(value)}: {advice}")
         try:
             value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"{what} of a stack must be [{rows}] numbers, got {spell(value)}: {advice}") from error
+    _check_values(value, what)
     if tuple(value.shape) != (rows,):
         raise ValueError(f"{what} of a stack must have shape [{rows}], got {list(value.shape)}: {advice}")
-    _check_values(value, what)
     return value.detach()
 
 
@@ -160,8 +161,8 @@ def _check_values(loss: Tensor, what: str) -> None:
     """Raise unless a tensor has real values that can be added to others."""
     if loss.is_complex() or loss.dtype is torch.bool:
         raise TypeError(f"{what} must be real, got {loss.dtype}")
-    if loss.is_meta or loss.layout is not torch.strided:
-        raise ValueError(f"{what} must be a dense tensor with values, got {spell(loss)}, {loss.layout}")
+    if not is_readable(loss):
+        raise ValueError(f"{what} must be a dense tensor with values, got {spell(loss)}")
 
 
 log = logging.getLogger("hdet_kernels")

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.checks import check_callable, check_steps, spell
+from hdet_kernels.checks import check_callable, check_flag, check_steps, spell
 from hdet_kernels.controller.protocol import Controller
 from hdet_kernels.converge import Averaging
 from hdet_kernels.ensemble import Ensemble, announced_size
@@ -169,6 +169,7 @@ class WithCycle:
         nobody; where learning rates are tensors on a GPU it waits for them. ``replicas``: every replica has entries of
         its own.
         """
+        check_flag("replicas", replicas)
         spread, summary = self._part.spread, self.history_summary
         names, placed = [hyper.name for hyper in spread.hyperparameters], spread.placement()
         base = dict(zip(names, placed.base.tolist(), strict=True))

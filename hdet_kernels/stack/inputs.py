@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from hdet_kernels.checks import check_kind, spell
+from hdet_kernels.checks import check_kind, is_real, spell
 from hdet_kernels.torch_internals import tree_flatten, tree_unflatten
 
 log = logging.getLogger("hdet_kernels")
@@ -138,10 +138,10 @@ class StackHyper(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         values = self._values if self._current is None else self._current
-        if name not in values:
+        if not isinstance(name, str) or name not in values:
             raise KeyError(
-                f"{name!r} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}: assign "
-                f"stack.hyper[{name!r}] = …, or build the scheduler with Explore({name!r}, base=…) and "
+                f"{spell(name)} is not a hyperparameter of this stack; it has {sorted(values) or 'none'}: assign "
+                f"stack.hyper[{spell(name)}] = …, or build the scheduler with Explore({spell(name)}, base=…) and "
                 "ensemble=stack.ensemble, before the first loss"
             )
         if self._current is not None:
@@ -172,7 +172,7 @@ class StackHyper(Mapping[str, Tensor]):
 
     def _numbers(self, name: str, values: Any) -> Tensor:
         if isinstance(values, Tensor):
-            if values.is_meta or values.is_complex() or values.dtype is torch.bool:
+            if not is_real(values):
                 raise TypeError(f"hyper[{name!r}] takes real numbers, got {spell(values)}")
             if values.device.type != "cpu":  # reading them would wait for the device
                 return values.detach()
@@ -181,9 +181,10 @@ class StackHyper(Mapping[str, Tensor]):
         else:
             try:
                 given = np.array(values)
-            except (TypeError, ValueError) as error:  # lists of different lengths
+            except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths, or of tensors
                 raise TypeError(f"hyper[{name!r}] takes numbers, got {spell(values)}") from error
-            if given.dtype.kind not in "iuf":  # numpy would read text as a number, and None as NaN
+            if given.dtype.kind not in "iuf" or isinstance(values, np.ma.MaskedArray):
+                # numpy would read text as a number, and None as NaN
                 raise TypeError(f"hyper[{name!r}] takes numbers, got {spell(values)}")
             numbers = torch.from_numpy(given.astype(np.float32))
         if not numbers.isfinite().all():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import hdet_kernels as hk
-from tests.bad_input.rows import BEYOND, BOTH, INF, NAN, NOT_NUMBERS, Entry, Row, named, refused
+from tests.bad_input.rows import BEYOND, BOTH, INF, NAN, NOT_NUMBERS, Entry, Row, method, named, refused
 
 #: Numbers of the optimizers, and values that they do not take.
 NUMBERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[Any, ...]]] = {
@@ -19,7 +20,7 @@ NUMBERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[Any, ...]]] = {
     "momentum": (hk.FusedSGD, (-0.9, NAN, INF)),
     "dampening": (hk.FusedSGD, (NAN, INF)),
     "lr_decay": (hk.FusedAdagrad, (-0.1, NAN, INF)),
-    "initial_accumulator_value": (hk.FusedAdagrad, (-0.1, NAN, INF)),
+    "initial_accumulator_value": (hk.FusedAdagrad, (-0.1, NAN, INF, 1e300)),
     "max_grad_norm": (hk.FusedAdamW, (0, -1.0, NAN, -INF)),
 }
 #: None is no limit.
@@ -41,6 +42,11 @@ def built(kind: Callable[..., object] = hk.FusedAdamW) -> Entry:
 def group(world: Any, **entries: Any) -> object:
     """Add a parameter group to the trained optimizer."""
     return world.optimizer.add_param_group({"params": list(world.bare_model.parameters()), **entries})
+
+
+def muon_vectors(world: Any, **entries: Any) -> object:
+    """Build FusedMuon with a group that AdamW trains."""
+    return hk.FusedMuon([{"params": [world.bare_model[0].bias], **entries}])
 
 
 def limit(world: Any, max_grad_norm: Any) -> None:
@@ -86,6 +92,7 @@ KEYWORDS: list[Row] = [
         for name in ("adamw_lr", "adamw_eps", "adamw_weight_decay")
         for row in refused(built(hk.FusedMuon), name, BOTH, -1.0, NAN, "x")
     ),
+    *named("Muon", refused(built(hk.FusedMuon), "eps", BOTH, -1.0, 1e300, 2**200, torch.tensor(0.5))),
     *refused(built(hk.FusedMuon), "ns_coefficients", BOTH, (1.0, 2.0, NAN), (1.0, 2.0, 10**400), "abc", {1, 2, 3}),
     *(
         row
@@ -115,7 +122,8 @@ KEYWORDS: list[Row] = [
 
 PARAMETERS: list[Row] = [
     *refused(built(), "params", TypeError, None, torch.ones(3), argument="param"),
-    *refused(built(), "params", TypeError, [1.0, 2.0], "ab", argument="Tensors"),
+    *refused(built(), "params", TypeError, [1.0, 2.0], argument="Tensors"),
+    *refused(built(), "params", TypeError, "ab", "", {}, {TWICE}, np.array(0.5), argument="parameters"),
     *refused(built(), "params", (KeyError, *BOTH), [], iter([]), [{"lr": 0.1}], argument="param"),
     *refused(built(), "params", ValueError, [{"params": [TWICE]}, {"params": [TWICE]}], argument="parameter group"),
     *refused(built(), "params", ValueError, [TWICE * 2], argument="non-leaf"),
@@ -137,13 +145,20 @@ GROUPS: list[Row] = [
     *refused(group, "master_weights", ValueError, True),
     *refused(group, "backend", ValueError, "torch"),
     *refused(group, "maximize", BOTH, "yes"),
+    *refused(group, "params", TypeError, "", {}, {TWICE}, np.array(0.5), argument="parameters"),
+    *refused(group, "stochastic_rounding", ValueError, 0, np.zeros(1)),
+    *refused(muon_vectors, "ns_steps", BOTH, None, -1, 1.5, "x"),
+    *refused(muon_vectors, "ns_coefficients", BOTH, None, (1.0, 2.0), "abc"),
+    *refused(muon_vectors, "normuon_beta2", BOTH, None, -1, 1.5, "x"),
+    *refused(muon_vectors, "adjust_lr_fn", BOTH, "spectral", 3),
     *refused(group, "params", ValueError, [META], argument="meta"),
     *refused(group, "params", ValueError, [COMPLEX], argument="complex64"),
     Row("params twice", lambda w: group(w, params=[w.model[0].weight]), ValueError, "parameter group"),
     Row("no dict", lambda w: w.optimizer.add_param_group([]), TypeError, "dict"),
-    *refused(stepped, "lr", ValueError, NAN, -1.0, INF, 10**400),
+    *refused(stepped, "lr", ValueError, NAN, -1.0, INF, 10**400, np.ones(2), torch.ones((), device="meta")),
     *refused(stepped, "betas", ValueError, (NAN, 0.9), (0.9, 1.5)),
     *refused(limit, "max_grad_norm", BOTH, 0, -1, NAN, "x", True, []),
+    *refused(method("optimizer.step"), "closure", TypeError, 3, "loss", torch.ones(())),
 ]
 
 AREAS = {"optimizer keywords": KEYWORDS, "optimizer parameters": PARAMETERS, "optimizer groups": GROUPS}

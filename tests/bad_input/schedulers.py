@@ -163,14 +163,19 @@ OPTIONS: list[Row] = [
     Row("torch's optimizer", torch_on_stack, TypeError, "SGD", "stack"),
 ]
 
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
 #: No loss of one replica, and no losses of a stack of two.
 NO_LOSS: dict[type[Exception], tuple[Any, ...]] = {
-    TypeError: ("2.5", b"2.5", True, [1.0], {}, 1j, (loss for loss in [1.0]), np.ones(2), torch.tensor(1j), LINEAR),
-    ValueError: (torch.ones(2), torch.ones(0), torch.ones((), device="meta"), torch.ones(1).to_sparse()),
+    TypeError: (
+        *("2.5", b"2.5", bytearray(b"2.5"), True, [1.0], {}, 1j, (loss for loss in [1.0]), torch.tensor(1j), LINEAR),
+        *(np.ones(2), np.bool_(True), np.complex64(1), np.array("2.5"), np.ma.masked),
+    ),
+    ValueError: (torch.ones(2), torch.ones(0), torch.ones((), device="meta"), torch.ones(1).to_sparse(), NESTED),
 }
 NO_LOSSES: dict[type[Exception], tuple[Any, ...]] = {
     TypeError: (1.0, "ab", ["a", "b"], [1.0, 10**400], [None, None], torch.ones(2) * 1j, (loss for loss in [1.0, 1.0])),
-    ValueError: (torch.tensor(1.0), [1.0, 2.0, 3.0], torch.ones(2, 1), torch.ones(2, device="meta")),
+    ValueError: (torch.tensor(1.0), [1.0, 2.0, 3.0], torch.ones(2, 1), torch.ones(2, device="meta"), NESTED),
 }
 
 
@@ -197,6 +202,8 @@ METHODS: list[Row] = [
     *refused(use_probe, "probe", TypeError, None, 1.0, "loss", lambda batch: 1.0),
     *refused(method("scheduler.on_sync"), "callback", TypeError, None, "log", lambda: None, lambda record, step: None),
     *refused(use_probe, "probe", RuntimeError, lambda: 1.0),
+    *refused(lambda world, **keywords: world.scheduler.metrics(**keywords), "replicas", ValueError, "no", None, 3),
+    *refused(built(hk.release), "optimizer", TypeError, None, 3, "sgd", LINEAR, torch.optim.SGD),
     *refused(step, "loss", TypeError, 0, 4, -1, 10**9, argument="step(epoch)"),
     Row("step(epoch=)", lambda w: w.scheduler.step(epoch=3), TypeError, "epoch"),
 ]

@@ -273,3 +273,23 @@ def test_a_release_gives_every_tied_group_its_own_value_back() -> None:
     hk.release(run.optimizer)
     assert [each["lr"] for each in run.optimizer.param_groups] == scheduled
     assert scheduled[1] == pytest.approx(scheduled[0] / 10)
+
+
+def test_groups_may_be_numbers_of_any_library() -> None:
+    """They become plain: names and checkpoints have them."""
+    params = [{"params": [torch.ones(2, requires_grad=True)], "lr": 0.1 * (number + 1)} for number in range(3)]
+    optimizer = torch.optim.SGD(params, momentum=0.9)
+    scheduler = hk.HDETOneCycleLR(
+        optimizer,
+        0.1,
+        10,
+        tie_groups=[np.array([0, 2])],  # type: ignore[list-item]
+        explore=[hk.Explore("weight_decay", base=np.float32(0.5), groups=torch.tensor([1]))],  # type: ignore[arg-type]
+    )
+    found = scheduler.cycle.spread.hyperparameters
+    assert [(hyper.name, hyper.groups, hyper.base) for hyper in found] == [
+        ("lr/0", (0, 2), None),
+        ("lr/1", (1,), None),
+        ("weight_decay/1", (1,), 0.5),
+    ]
+    assert [type(group) for hyper in found for group in hyper.groups] == [int] * 4

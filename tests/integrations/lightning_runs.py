@@ -345,7 +345,12 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
             trainer(max_steps=8).fit(net, data(8))
         except (ValueError, RuntimeError, TypeError) as error:
             found[name] = str(error)
-    for name, options in {"probe": {"probe": "validation"}, "log": {"log": 1}}.items():
+    wrong: dict[str, dict[str, Any]] = {
+        "probe": {"probe": "validation"},
+        "no module": {"probe": lambda: 0.0},
+        "log": {"log": 1},
+    }
+    for name, options in wrong.items():
         try:
             HDET(**options)
         except (ValueError, TypeError) as error:

@@ -190,6 +190,7 @@ def test_an_exception_brings_the_replicas_back(where: str) -> None:
         ("zero", "ZeroRedundancyOptimizer"),
         ("model averaging", "averages the parameters itself"),
         ("probe", "got 'validation'"),
+        ("no module", r"probe must be callable as probe\(module\)"),
         ("log", "log must be"),
         *((name, "one whole replica") for name in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")),
         *((name, "one whole replica") for name in ("XLAStrategy", "SingleDeviceXLAStrategy")),

@@ -217,6 +217,10 @@ def trained(rank: int, probe: bool, given: bool) -> tuple[Any, ...]:
     return before, scheduler.sync_every, records, [p.detach().clone() for p in model.parameters()]
 
 
+def loss_on(model: nn.Module, data: Any) -> torch.Tensor:
+    return loss_of(model, *data)
+
+
 def on_two_ranks(rank: int) -> dict[str, Any]:
     model = DistributedDataParallel(network(batch_norm=True))
     kinds = {
@@ -226,9 +230,9 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         "tensor": lambda x: x,
     }
     stored = {
-        name: BatchProbe(model, loss_of, make(torch.full((2,), float(rank)))).batch for name, make in kinds.items()
+        name: BatchProbe(model, loss_on, make(torch.full((2,), float(rank)))).batch for name, make in kinds.items()
     }
-    probe = BatchProbe(model, lambda m, d: loss_of(m, *d), batch(rank, 0))
+    probe = BatchProbe(model, loss_on, batch(rank, 0))
     # The forward pass of the wrapper would wait for the other rank: a collective that only one of them calls.
     alone = float(probe()) if rank == 0 else None
     dist.barrier()
@@ -236,7 +240,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     errors = []
     for data in ([] if rank == 0 else [1], [lambda: 0] if rank == 0 else [1], [Lossy(torch.ones(1))]):
         with pytest.raises(RuntimeError) as error:
-            BatchProbe.of_loader(model, loss_of, data)
+            BatchProbe.of_loader(model, loss_on, data)
         errors.append(str(error.value))
     own = dist.new_group([1])
     if rank == 1:

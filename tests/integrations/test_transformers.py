@@ -215,6 +215,9 @@ def test_what_cannot_work_raises_before_the_first_step(tmp_path: Path, caplog: p
         trainer_of(tmp_path, 2, scheduler_steps=2, in_backward=True, max_grad_norm=0, **callback).train()
     with pytest.raises(ValueError, match="save must be one of"):
         hdet_hf.HDETCallback(save="never")
+    for name in ("record_losses", "log_metrics"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+            hdet_hf.HDETCallback(**{name: "no"})
     with pytest.raises(ValueError, match="leave it out of callbacks="):
         trainer_of(tmp_path, 2, name="HDETTrainer", **callback)
     with pytest.raises(ValueError, match="hdet= is for the scheduler that the trainer builds"):
@@ -712,10 +715,11 @@ def test_a_second_training_begins_from_the_learning_rate_of_the_user(tmp_path: P
         ({"sync_evry": 3}, TypeError, "did you mean 'sync_every'"),
         ({"schedule": "triangle"}, ValueError, "schedule must be .*'triangle'"),
         ({"save": "often"}, ValueError, "save must be .*'often'"),
+        ([("spread", 0.1)], TypeError, "hdet must be a dict of the scheduler's keywords"),
         ({"schedule": "cosine", "max_lr": None}, ValueError, "max_lr is for the one cycle"),
     ],
 )
-def test_bad_options_are_named(hdet: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_options_are_named(hdet: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         hdet_hf.trainer_options(hdet)
 
