@@ -187,7 +187,7 @@ class TestBatchProbe:
         [
             ((loss_of, loss_of, 1), {}, r"model must be a torch\.nn\.Module"),
             ((nn.Linear(1, 1), 3, 1), {}, r"loss_fn must be callable as loss_fn\(model, batch\)"),
-            ((nn.Linear(1, 1), loss_of, 1), {"autocast": True}, r"autocast must be callable as autocast\(\)"),
+            ((nn.Linear(1, 1), max, 1), {"autocast": True}, r"autocast must be callable as autocast\(\)"),
         ],
     )
     def test_bad_arguments(self, arguments: Any, options: Any, message: str) -> None:
@@ -244,7 +244,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         errors.append(str(error.value))
     own = dist.new_group([1])
     if rank == 1:
-        assert BatchProbe(model, loss_of, torch.ones(1), group=own).batch.tolist() == [1.0]
+        assert BatchProbe(model, loss_on, torch.ones(1), group=own).batch.tolist() == [1.0]
     runs = {name: trained(rank, *how) for name, how in {"given": (True, True), "later": (True, False)}.items()}
     return {"stored": stored, "alone": alone, "both": both, "errors": errors, **runs}
 
