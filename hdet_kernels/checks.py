@@ -20,7 +20,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -177,11 +177,12 @@ def each(check: Callable[..., Kind], name: str, value: object, count: int, of: s
 def check_iterable(name: str, value: object, expected: str, *, remedy: str = "") -> None:
     """Raise TypeError unless ``value`` can be iterated, at least once. Text and mappings count as single things."""
     single = isinstance(value, str | bytes | bytearray | Mapping)
+    single = single or (isinstance(value, Tensor) and value.is_nested)
     if single or not isinstance(value, Iterable) or (isinstance(value, np.ndarray | Tensor) and value.ndim == 0):
         raise TypeError(_message(name, value, expected, remedy))
 
 
-def is_several(value: object) -> bool:
+def is_several(value: object) -> TypeGuard[Sequence[Any]]:
     """Return whether ``value`` is a sequence or an array [n]. Text is not."""
     if isinstance(value, np.ndarray):
         return value.ndim == 1

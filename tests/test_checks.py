@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,6 +33,13 @@ from hdet_kernels.checks import (
     unexpected_keyword,
 )
 
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will move them to another package
+        return torch.quantize_per_tensor(torch.tensor(0.5), 0.1, 0, torch.quint8)
+
+
 NO_NUMBERS: dict[str, Any] = {
     "None": None,
     "text": "0.5",
@@ -46,8 +54,8 @@ NO_NUMBERS: dict[str, Any] = {
     "complex tensor": torch.tensor(1j),
     "meta tensor": torch.tensor(0.5, device="meta"),
     "sparse tensor": torch.tensor(0.5).to_sparse(),
-    "nested tensor": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-    "quantized tensor": torch.quantize_per_tensor(torch.tensor(0.5), 0.1, 0, torch.quint8),
+    "nested tensor": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    "quantized tensor": quantized(),
     "array of text": np.array("0.5"),
     "masked number": np.ma.masked,
     "class": float,

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from hdet_kernels.checks import check_choice, check_share, check_steps
+from hdet_kernels.checks import check_choice, check_share, check_steps, spell
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -252,7 +252,7 @@ def check_controller(controller: object) -> None:
         missing = [name for name in members if not hasattr(controller, name)]
         raise TypeError(
             "auto_lr must be True, False or a controller such as RegressionController(), got "
-            f"{controller!r}, which has no {', '.join(missing)}"
+            f"{spell(controller)}, which has no {', '.join(missing)}"
         )
     if hasattr(controller, "undo"):
         missing = [name for name in ("broke", "begun_anew") if not callable(getattr(controller, name, None))]

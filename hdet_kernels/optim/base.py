@@ -196,7 +196,9 @@ class FusedOptimizer(Optimizer):
     def _step(self, closure: Closure | None) -> float | None:
         loss = None
         if closure is not None:
-            check_callable("closure", closure, "closure()", remedy="it evaluates the model and returns the loss")
+            check_callable(
+                "closure", closure, "closure()", takes=0, remedy="it evaluates the model and returns the loss"
+            )
             loss = self._run(closure)
         if self._early is not None:
             self._refuse_scaler()
@@ -727,7 +729,9 @@ class HyperparameterWriter:
         values = [(*self._values_of(group), *group.get(PER_REPLICA, {}).items()) for group in groups]
         # The value of a tensor can change in place: then the tables are written every time.
         has_tensors = any(
-            isinstance(value, Tensor | np.ndarray) for group_values in values for value in _flattened(group_values)
+            isinstance(value, Tensor | np.ndarray | np.generic)
+            for group_values in values
+            for value in _flattened(group_values)
         )
         if not has_tensors and values == self._written:
             return

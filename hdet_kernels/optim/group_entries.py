@@ -196,8 +196,8 @@ def make_plain(group: Group) -> None:
         if isinstance(value, np.generic) or (type(value) is np.ndarray and value.ndim == 0):
             group[name] = value.item()
     for name in SEVERAL:
-        value = group.get(name)
-        if isinstance(value, Tensor):
-            group[name] = value.detach().unbind() if is_readable(value) and value.dim() == 1 else value
-        elif is_several(value) and (type(value) is not tuple or any(isinstance(each, np.generic) for each in value)):
-            group[name] = tuple(each.item() if isinstance(each, np.generic) else each for each in value)
+        several: Any = group.get(name)
+        if isinstance(several, Tensor):
+            group[name] = several.detach().unbind() if is_readable(several) and several.dim() == 1 else several
+        elif is_several(several):
+            group[name] = tuple(each.item() if isinstance(each, np.generic) else each for each in several)

@@ -215,6 +215,9 @@ class FusedMuon(FusedOptimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         own = {key: value for key, value in param_group.items() if key not in _ADAMW_NAMES}
+        own_names = {key: param_group[key] for key in _ADAMW_NUMBERS if key in param_group}
+        make_plain(own_names)
+        check_at_least_zero(own_names, *own_names)  # by the names that the user knows
         named = {name: param_group[key] for key, name in _ADAMW_NAMES.items() if key in param_group}
         if "use_muon" in param_group:
             check_flags(param_group, "use_muon")
@@ -312,6 +315,10 @@ _ADAMW_NAMES = {
     "adamw_betas": "adamw_betas",
     "betas": "adamw_betas",
 }
+
+
+#: Those of them that are a number.
+_ADAMW_NUMBERS = ("adamw_lr", "adamw_weight_decay", "adamw_eps")
 
 
 def _is_finite(value: object) -> bool:

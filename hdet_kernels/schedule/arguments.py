@@ -220,10 +220,9 @@ def can_divide(pct_start: float, total_steps: int) -> bool:
 
 def _per_group(name: str, value: object, count: int, **bounds: Any) -> list[float | Tensor]:
     """Return one number for each parameter group, of one for all or of a list of as many."""
-    several = is_several(value)
-    given = list(map(_scalar, value)) if several else _scalar(value)  # type: ignore[call-overload]
+    entries = list(map(_scalar, value)) if is_several(value) else [_scalar(value)] * count
+    given = entries if is_several(value) else _scalar(value)
     numbers = each(check_number, name, given, count, "optimizer's parameter groups", **bounds)
-    entries = given if several else [given] * count
     return [entry if isinstance(entry, Tensor) else number for entry, number in zip(entries, numbers, strict=True)]
 
 
@@ -267,7 +266,7 @@ def _explored(explore: object) -> tuple[Explore, ...]:
     check_iterable("explore", explore, expected, remedy=remedy)
     if isinstance(explore, Set):
         raise TypeError(f"explore must be {expected}, got {spell(explore)}, which has no order: {remedy}")
-    several = tuple(explore)  # type: ignore[arg-type]  # it can be iterated
+    several: tuple[Any, ...] = tuple(explore)  # type: ignore[arg-type]  # it can be iterated
     for index, entry in enumerate(several):
         check_kind(f"explore[{index}]", entry, Explore, "a hdet_kernels.Explore", remedy=remedy)
     return several

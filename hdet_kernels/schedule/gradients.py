@@ -37,7 +37,7 @@ def look_at_gradients(
     if closure is None:
         look()
         return None
-    check_callable("closure", closure, "closure()", remedy="it evaluates the model and returns the loss")
+    check_callable("closure", closure, "closure()", takes=0, remedy="it evaluates the model and returns the loss")
     looked = False
 
     def looked_after() -> Any:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.hooks import RemovableHandle
 
-from hdet_kernels.checks import check_callable, check_flag
+from hdet_kernels.checks import check_callable, check_flag, spell
 from hdet_kernels.controller.protocol import Findings
 from hdet_kernels.converge import Outcome
 from hdet_kernels.fanout.spread import Placement
@@ -383,7 +383,7 @@ class HistoryFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"history_file must be a path, got {path!r}")
+            raise TypeError(f"history_file must be a path, got {spell(path)}")
         self.path = Path(path)
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise ValueError(

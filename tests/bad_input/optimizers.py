@@ -147,6 +147,11 @@ GROUPS: list[Row] = [
     *refused(group, "maximize", BOTH, "yes"),
     *refused(group, "params", TypeError, "", {}, {TWICE}, np.array(0.5), argument="parameters"),
     *refused(group, "stochastic_rounding", ValueError, 0, np.zeros(1)),
+    *(
+        row
+        for name in ("adamw_lr", "adamw_eps", "adamw_weight_decay")
+        for row in named("group", refused(muon_vectors, name, BOTH, -1.0, NAN, "x", None))
+    ),
     *refused(muon_vectors, "ns_steps", BOTH, None, -1, 1.5, "x"),
     *refused(muon_vectors, "ns_coefficients", BOTH, None, (1.0, 2.0), "abc"),
     *refused(muon_vectors, "normuon_beta2", BOTH, None, -1, 1.5, "x"),
@@ -158,7 +163,7 @@ GROUPS: list[Row] = [
     *refused(stepped, "lr", ValueError, NAN, -1.0, INF, 10**400, np.ones(2), torch.ones((), device="meta")),
     *refused(stepped, "betas", ValueError, (NAN, 0.9), (0.9, 1.5)),
     *refused(limit, "max_grad_norm", BOTH, 0, -1, NAN, "x", True, []),
-    *refused(method("optimizer.step"), "closure", TypeError, 3, "loss", torch.ones(())),
+    *refused(method("optimizer.step"), "closure", TypeError, 3, "loss", torch.ones(()), lambda model: 0.0),
 ]
 
 AREAS = {"optimizer keywords": KEYWORDS, "optimizer parameters": PARAMETERS, "optimizer groups": GROUPS}

@@ -32,7 +32,7 @@ NOT_NUMBERS: dict[str, Any] = {
     "a tensor of two": torch.ones(2),
     "a meta tensor": torch.ones((), device="meta"),
     "a sparse tensor": torch.tensor(0.5).to_sparse(),
-    "a nested tensor": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "a nested tensor": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
     "a generator": (number for number in [0.5]),
 }
 

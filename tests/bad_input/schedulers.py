@@ -14,6 +14,7 @@ from hdet_kernels.ensemble import RowEnsemble
 from tests.bad_input.rows import BEYOND, BOTH, INF, NAN, Row, built, flags, method, named, number, optional, refused
 from tests.schedule.undo_runs import Scripted
 
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
 #: Made here, because the generator that it is initialised with must not change during a call.
 LINEAR = nn.Linear(3, 2)
 
@@ -103,6 +104,7 @@ EXPLORES = (
     None,
     5,
     np.array(0.5),
+    NESTED,
     {hk.Explore("lr")},
     (each for each in ["lr"]),
     "lr",
@@ -163,7 +165,6 @@ OPTIONS: list[Row] = [
     Row("torch's optimizer", torch_on_stack, TypeError, "SGD", "stack"),
 ]
 
-NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 
 #: No loss of one replica, and no losses of a stack of two.
 NO_LOSS: dict[type[Exception], tuple[Any, ...]] = {
