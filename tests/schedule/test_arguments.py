@@ -336,3 +336,27 @@ def test_a_stack_knows_its_gradients() -> None:
         optimizer = hk.FusedAdamW(stack.parameters())
         assert gradients_of(optimizer, stack.ensemble, "auto") == gradients
         hk.HDETOneCycleLR(optimizer, 0.01, 24, ensemble=stack.ensemble, model=stack, gradients=gradients)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cycle_momentum": 1, "three_phase": 0},
+        {"max_lr": torch.tensor([0.1]), "div_factor": torch.tensor([25.0])},
+        {"max_lr": np.array(0.1), "base_momentum": np.array(0.8)},
+        {"max_lr": (0.1,), "base_momentum": [0.8]},
+    ],
+    ids=str,
+)
+def test_what_one_cycle_takes_is_taken(given: dict[str, Any]) -> None:
+    """A spread of 0 is torch's OneCycleLR, bit for bit."""
+    rates = []
+    for kind, options in ((OneCycleLR, {}), (hk.HDETOneCycleLR, {"spread": 0})):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        scheduler = kind(optimizer, **{"max_lr": 0.1, "total_steps": 10, **given, **options})
+        rates.append([])
+        for _ in range(6):
+            optimizer.step()
+            scheduler.step()
+            rates[-1].append((float(optimizer.param_groups[0]["lr"]), float(optimizer.param_groups[0]["momentum"])))
+    assert rates[0] == rates[1]
