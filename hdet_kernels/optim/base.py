@@ -285,7 +285,7 @@ class FusedOptimizer(Optimizer):
             norm = None
             if self._early.settings.clip == "previous" and self._max_grad_norm is not None:
                 norm = self._previous_norm
-                self._norms += [(each[1], *norm) for each in found for norm in norms_of([each])]
+                self._norms += [(each[1], *own) for each in found for own in norms_of([each])]
             return NO_SCALARS if norm is None else ops.Scalars(norm=norm)
         norm = joint_norm(norms_of(found)) if self._max_grad_norm is not None else None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -504,8 +504,7 @@ class FusedOptimizer(Optimizer):
         if self._state_views.any_replaced():
             self._state_views.adopt()
         saved = saved_state(super().state_dict())
-        # Where the start had none a return leaves zero, which clips nothing: captured CUDA graphs read it there.
-        if self._previous_norm is not None and self._previous_norm.any():
+        if self._previous_norm is not None:
             saved["param_groups"][0][PREVIOUS_NORM] = self._previous_norm.clone()
         return saved
 

@@ -45,7 +45,7 @@ from hdet_kernels.optim.flat_group import GRAD, FlatGroup, GradientOf, Part
 from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
 from hdet_kernels.tensors import checksum, replicas_of
-from hdet_kernels.torch_internals import after_backward, times_written
+from hdet_kernels.torch_internals import after_backward, sparse_parts, times_written
 
 log = logging.getLogger("hdet_kernels")
 
@@ -352,7 +352,7 @@ class BackwardSteps:
         """Return how often each of some gradients was written in place, and where it is."""
         grads: list[Any] = [self._params[index].grad for index in indices]
         if self._are_distributed or any(grad.is_sparse for grad in grads):
-            return [(times_written(grad) + times_written(part_of(grad)), id(grad)) for grad in grads]
+            return [(times_written(grad) + times_written(part_of(grad)), _address(part_of(grad))) for grad in grads]
         return list(zip(map(times_written, grads), map(Tensor.data_ptr, grads), strict=True))
 
     def _what_is_lost(self) -> str:
@@ -490,6 +490,10 @@ class _NotedValues:
         done.record()
         self._answer = told, done
         return False
+
+
+def _address(gradient: Tensor) -> int:
+    return (sparse_parts(gradient)[1] if gradient.is_sparse else gradient).data_ptr()
 
 
 def was_changed(param: Tensor) -> bool:

@@ -113,7 +113,7 @@ class KeptStart:
 
     def keep_buffers(self) -> None:
         """Copy the buffers before a forward pass changes them, for :meth:`keep`."""
-        self._early = {id(buffer): (buffer, _copied(buffer)) for buffer in unique(self.buffers())}
+        self._early = {id(buffer): (buffer, _copied(buffer)) for buffer in unique(self.buffers(), "buffers")}
         self._elements = self._few_elements()
 
     def model_loaded(self, module: HasBuffers) -> None:
@@ -123,7 +123,7 @@ class KeptStart:
         self._elements = None
         for buffer in module.buffers():
             if id(buffer) not in self._early:  # it took the place of another
-                now = unique(self.buffers())
+                now = unique(self.buffers(), "buffers")
                 self._early = {id(one): self._early.get(id(one), (one, _copied(one))) for one in now}
             self._early[id(buffer)] = buffer, _copied(buffer)
 
