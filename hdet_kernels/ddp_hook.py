@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from hdet_kernels.lent import freed_before_exit
 from hdet_kernels.torch_internals import after_backward, has_comm_hook
 
 #: Called with the parameters of a bucket and their averaged gradients, before ``grad`` has them.
@@ -57,16 +58,17 @@ class DDPHook:
         if bucket.index() == 0 and self._at_end:
             after_backward(self._end_after_ddp)
         group = self._all if self.group is None else self.group
-        gradients = bucket.buffer().mul_(1 / dist.get_world_size(group))  # as DDP does without a hook
+        gradients: Tensor = bucket.buffer().mul_(1 / dist.get_world_size(group))  # as DDP does without a hook
         params, parts = bucket.parameters(), bucket.gradients()
 
         def averaged(done: Any) -> Tensor:
-            result: Tensor = done.value()[0]
+            done.value()  # raises if the collective failed
             for listener in list(self._listeners.values()):
                 listener(params, parts)
-            return result
+            return gradients
 
-        return dist.all_reduce(gradients, group=group, async_op=True).get_future().then(averaged)
+        work = dist.all_reduce(freed_before_exit(gradients.detach()), group=group, async_op=True)
+        return work.get_future().then(freed_before_exit(averaged))
 
 
 def _averaged(hook, bucket):  # type: ignore[no-untyped-def]  # DDP takes its own annotations only, and no strings

@@ -15,11 +15,20 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 
+def weak_method(method: Any) -> Callable[[], Any]:
+    """Return a function that returns a bound method as long as its object lives, and then None.
+
+    ``weakref.WeakMethod`` has a callback that fails where the object ends after it, as while the interpreter ends.
+    """
+    function, reference = method.__func__, weakref.ref(method.__self__)
+    return lambda: None if (owner := reference()) is None else function.__get__(owner)
+
+
 class _Hook:
     """Calls a bound method as long as its object lives, and returns nothing. In a compiled module it does nothing."""
 
     def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
+        self._method = weak_method(method)
 
     def __call__(self, *arguments: Any) -> None:
         if torch.compiler.is_compiling():

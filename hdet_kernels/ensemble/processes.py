@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import datetime
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hdet_kernels.checks import spell
 from hdet_kernels.ensemble.protocol import Collective, Done, Ensemble
 from hdet_kernels.ensemble.rows import SingleReplica
+from hdet_kernels.lent import freed_before_exit
 from hdet_kernels.torch_internals import group_timeout, groups_known
 
 # torch 2.13 renamed it and warns about the old name.
@@ -74,11 +72,6 @@ class ProcessEnsemble:
         config = dist.get_backend_config(process_group)
         self.backends = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
         self._timeout = group_timeout(process_group)
-        # The threads of gloo let go of a collective's tensors some time after it is done. A thread that leaves a tensor
-        # to Python alone needs the interpreter, and if that is ending, the process aborts. So the tensors of the latest
-        # collective are held without Python too, and never let go once the process ends.
-        self._kept: tuple[Tensor, ...] = ()
-        _ENSEMBLES.add(self)
 
     def serves(self, device: torch.device) -> bool:
         return device.type in self.backends
@@ -96,17 +89,19 @@ class ProcessEnsemble:
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Collective:
         kind = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[operation]
-        return self._started(dist.all_reduce(tensor, op=kind, group=self.group, async_op=True), tensor)
+        return self._started(dist.all_reduce(self._lent(tensor), op=kind, group=self.group, async_op=True), tensor)
 
     def broadcast(self, tensor: Tensor, replica: int) -> Collective:
-        return self._started(dist.broadcast(tensor, group=self.group, group_src=replica, async_op=True), tensor)
+        work = dist.broadcast(self._lent(tensor), group=self.group, group_src=replica, async_op=True)
+        return self._started(work, tensor)
 
     def exchange(self, received: Tensor, sent: Tensor) -> Collective:
-        return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=True), sent, received)
+        lent = self._lent(received), self._lent(sent)
+        return self._started(dist.all_to_all_single(*lent, group=self.group, async_op=True), sent)
 
     def collect(self, gathered: Tensor, own: Tensor) -> Collective:
-        whole, part = gathered.view(-1), own.view(-1)
-        return self._started(_all_gather(whole, part, group=self.group, async_op=True), part, whole)
+        lent = self._lent(gathered.view(-1)), self._lent(own.view(-1))
+        return self._started(_all_gather(*lent, group=self.group, async_op=True), own)
 
     def twin(self) -> ProcessEnsemble:
         group = self._again(self.group, self.overlap_group)
@@ -156,14 +151,17 @@ class ProcessEnsemble:
                     found.add(rank)
         return sorted(found)
 
-    def _started(self, work: dist.Work | None, *tensors: Tensor) -> Collective:
+    def _lent(self, tensor: Tensor) -> Tensor:
+        """Return an alias of ``tensor`` for a collective, which nothing but the collective holds."""
+        if self.backends.get(tensor.device.type) == "nccl":
+            return tensor
+        return freed_before_exit(tensor.detach())
+
+    def _started(self, work: dist.Work | None, tensor: Tensor) -> Collective:
         if work is None:
             return Done()
         # NCCL's wait() only orders streams. With a timeout it waits, and raises if the collective failed.
-        if self.backends.get(tensors[0].device.type) == "nccl":
-            return Awaited(work, self._timeout)
-        self._kept = tuple(map(_held, tensors))
-        return work
+        return Awaited(work, self._timeout) if self.backends.get(tensor.device.type) == "nccl" else work
 
     def _again(self, group: dist.ProcessGroup | None, given: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         """Return ``given`` or else a new group of the same processes in the same order, same backend and timeout."""
@@ -208,7 +206,8 @@ class ProcessEnsemble:
     def _gathered(self, row: Tensor, group: dist.ProcessGroup | None, count: int) -> Tensor:
         """Return the rows of all processes of a group, [count, columns]."""
         gathered = row.new_empty(count * row.numel())
-        self._started(_all_gather(gathered, row, group=group, async_op=True), row, gathered).wait()
+        lent = self._lent(gathered), self._lent(row)
+        self._started(_all_gather(*lent, group=group, async_op=True), row).wait()
         return gathered.view(count, -1)
 
     def _gather_device(self) -> torch.device:
@@ -255,24 +254,6 @@ def settled_ensemble(user: str) -> Ensemble:
             "ensemble=hdet_kernels.ensemble.SingleReplica() if every process is to train for itself"
         )
     return default_ensemble()
-
-
-def _held(tensor: Tensor) -> Tensor:
-    """Return a tensor that holds another as its gradient: torch then has a reference that is not Python's."""
-    holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    holder.grad = tensor
-    return holder
-
-
-_ENSEMBLES: weakref.WeakSet[ProcessEnsemble] = weakref.WeakSet()
-
-
-@atexit.register
-def _keep_for_good() -> None:
-    """Keep the tensors of the latest collectives from being freed while the interpreter ends."""
-    for ensemble in _ENSEMBLES:
-        for tensor in ensemble._kept:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 def _check_groups(process_group: object, shard_group: object, overlap_group: object) -> None:

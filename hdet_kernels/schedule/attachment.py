@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdet_kernels.checks import check_kind
 from hdet_kernels.fanout.spread import Spread
-from hdet_kernels.module_hooks import add_hook
+from hdet_kernels.module_hooks import add_hook, weak_method
 from hdet_kernels.optim.base import FusedOptimizer, Pairs
 from hdet_kernels.optim.group_entries import forget_per_replica, read_entry, split_key, write_entry
 from hdet_kernels.schedule.gradients import look_at_gradients, pairs_of
@@ -75,7 +75,7 @@ class Attachment:
         self._leave()
         self.spread, self.schedule = writer.spread, weakref.ref(schedule)
         self._writer, self._at_end = weakref.ref(writer), at_end
-        self._before = weakref.WeakMethod(before)
+        self._before = weak_method(before)
         if not self._handles:
             optimizer = writer.optimizer
             if isinstance(optimizer, FusedOptimizer) and optimizer.steps_in_backward:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import weakref
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hdet_kernels as hk
+from hdet_kernels import lent
 from hdet_kernels.ensemble import (
     ProcessEnsemble,
     RowEnsemble,
@@ -23,7 +25,6 @@ from hdet_kernels.ensemble import (
     announced_size,
     default_ensemble,
     held,
-    processes,
 )
 from tests.ensemble.places import ALONE, place
 from tests.ranks import run_ranks
@@ -104,43 +105,43 @@ def test_two_processes() -> None:
         assert "among must be processes that hold one whole replica each, got ProcessEnsemble" in sharded
 
 
-def _alive_after_a_collective(_rank: int) -> dict[str, list[bool]]:
-    """Return, for every collective, whether the tensors that torch was given are held by others than Python.
-
-    A second reference that is not Python's: the thread that lets go of a third one does not need the interpreter.
-    """
-    ensemble, passed = ProcessEnsemble(), []
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            passed[:] = [weakref.ref(value) for value in args if isinstance(value, Tensor)]
-            return function(*args, **kwargs)
-
-        return call
-
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hdet_kernels.ensemble.processes._all_gather", watched(processes._all_gather))
-        for name in ("all_reduce", "broadcast", "all_to_all_single"):
-            patch.setattr(dist, name, watched(getattr(dist, name)))
-        for name, run in {
-            "all_reduce": lambda: ensemble.all_reduce(torch.ones(2), "sum").wait(),
-            "broadcast": lambda: ensemble.broadcast(torch.ones(2), 0).wait(),
-            "exchange": lambda: ensemble.exchange(torch.ones(2, 1), torch.ones(2, 1)).wait(),
-            "collect": lambda: ensemble.collect(torch.ones(2, 1), torch.ones(1)).wait(),
-        }.items():
-            run()
-            alive = [reference() for reference in passed]
-            found[name] = [tensor is not None and tensor._use_count() >= 2 for tensor in alive]
+def _lent_after_a_collective(_rank: int) -> dict[str, tuple[int, bool]]:
+    """Return, for every collective, the tensors that threads of gloo hold while it runs, and whether all are freed."""
+    ensemble, found = ProcessEnsemble(), {}
+    for name, start in {
+        "all_reduce": lambda: ensemble.all_reduce(torch.ones(2), "sum"),
+        "broadcast": lambda: ensemble.broadcast(torch.ones(2), 0),
+        "exchange": lambda: ensemble.exchange(torch.ones(2, 1), torch.ones(2, 1)),
+        "collect": lambda: ensemble.collect(torch.ones(2, 1), torch.ones(1)),
+    }.items():
+        work = start()
+        count = len(lent._LENT)
+        work.wait()
+        del work
+        until = time.monotonic() + 60
+        while lent._LENT and time.monotonic() < until:
+            time.sleep(0.001)
+        found[name] = count, not lent._LENT
     return found
 
 
-def test_tensors_of_a_collective_outlive_the_threads_that_sent_them() -> None:
-    for found in run_ranks(2, _alive_after_a_collective):
-        assert {name: len(alive) for name, alive in found.items()} == {
-            "all_reduce": 1, "broadcast": 1, "exchange": 2, "collect": 2
-        }  # fmt: skip
-        assert all(all(alive) for alive in found.values()), found
+def test_tensors_of_a_collective_are_known_until_the_threads_that_sent_them_free_them() -> None:
+    for found in run_ranks(2, _lent_after_a_collective):
+        assert found == {"all_reduce": (1, True), "broadcast": (1, True), "exchange": (2, True), "collect": (2, True)}
+
+
+def test_a_process_that_ends_waits_for_those_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [torch.ones(1)]
+    lent.freed_before_exit(held[0])
+    monkeypatch.setattr(lent, "EXIT_SECONDS", 0.01)
+    lent._wait_until_freed()  # not for long
+    assert lent._LENT
+    monkeypatch.setattr(lent, "EXIT_SECONDS", 60.0)
+    timer = threading.Timer(0.05, held.clear)
+    timer.start()
+    lent._wait_until_freed()
+    assert not held
+    timer.join()
 
 
 ENDS_AFTER_A_COLLECTIVE = """
@@ -153,11 +154,29 @@ dist.destroy_process_group()
 """
 
 
+ENDS_AFTER_A_BACKWARD_PASS = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import hdet_kernels as hk
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = hk.FusedAdamW(model.parameters(), in_backward=hk.InBackward(model=model))
+for _ in range(3):
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward()
+sys.setswitchinterval(1000)  # a thread gets the interpreter only when this one waits
+loss = model(torch.ones(2, 3)).sum()
+loss.backward()
+"""
+
+
 @pytest.mark.full
-def test_a_process_may_end_right_after_a_collective(tmp_path: Path) -> None:
-    """One of six processes aborted after an all-gather, while nothing kept its tensors."""
+@pytest.mark.parametrize("script", [ENDS_AFTER_A_COLLECTIVE, ENDS_AFTER_A_BACKWARD_PASS], ids=["gather", "backward"])
+def test_a_process_may_end_right_after_a_collective(script: str, tmp_path: Path) -> None:
+    """One of six processes aborted after an all-gather, one of fifteen after a backward pass."""
     for attempt in range(5):
-        command = [sys.executable, "-c", ENDS_AFTER_A_COLLECTIVE]
+        command = [sys.executable, "-c", script]
         both = [
             subprocess.Popen([*command, str(rank), str(tmp_path / str(attempt))], stderr=subprocess.PIPE, text=True)
             for rank in range(2)

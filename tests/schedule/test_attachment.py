@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Adam, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet_kernels as hk
+from hdet_kernels.module_hooks import weak_method
 from hdet_kernels.schedule.attachment import outermost, untouched_on_error, unwrapped
 from tests.schedule.cases import Place, adam, advance, groups_of, parameters
 from tests.training import same
@@ -33,6 +35,21 @@ def attached_cosine(optimizer: Any) -> hk.HDETScheduler:
 def hooks(optimizer: torch.optim.Optimizer) -> int:
     steps = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     return steps + len(optimizer._optimizer_load_state_dict_post_hooks)
+
+
+def test_a_method_is_known_as_long_as_its_object_and_nothing_is_called_at_its_end() -> None:
+    """The callback of a ``weakref.WeakMethod`` raised while an interpreter ended."""
+
+    class Owner:
+        def answer(self) -> int:
+            return 7
+
+    owner = Owner()
+    found = weak_method(owner.answer)
+    assert found()() == 7
+    assert [reference.__callback__ for reference in weakref.getweakrefs(owner)] == [None]
+    del owner
+    assert found() is None
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["replaced", "collected"])
