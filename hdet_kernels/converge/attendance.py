@@ -75,13 +75,16 @@ class Attendance:
                 with contextlib.suppress(Exception):
                     self._notices(self._processes).write_began()
         self._count = 0
-        self._what = ""
+        self._what, self._completed = "", ""  # this average, and the last one that did not fail
         self._failed = False
+        self._looking: threading.Thread | None = None  # holds the store while that does not answer
 
     def enter(self, call: str, step: int) -> None:
         """Note that this process comes to the average ``call`` after ``step``. Does not wait for the store."""
+        if not self._failed:
+            self._completed = self._what
         self._count, self._what, self._failed = self._count + 1, f"{call} at step {step}", False
-        if self._processes is not None:
+        if self._processes is not None and not self._waits_for_store:
             with contextlib.suppress(Exception):  # a dead store is noticed by the collective too
                 self._notices(self._processes).write_came(self._count, self._what)
 
@@ -110,11 +113,18 @@ class Attendance:
         with self.explained():
             return self._ensemble.gather(rows)
 
+    @property
+    def _waits_for_store(self) -> bool:
+        """Whether the store has not answered yet: another request would wait as long."""
+        return self._looking is not None and self._looking.is_alive()
+
     def _notices(self, processes: ProcessEnsemble) -> Notices:
         return Notices(default_store(), processes.name, processes.rank, self._life)
 
     def _tell(self, processes: ProcessEnsemble, cause: str) -> None:
         """Tell the others why the average failed here."""
+        if self._waits_for_store:
+            return
         with contextlib.suppress(Exception):
             self._notices(processes).write_failed(self._count, cause)
 
@@ -122,15 +132,21 @@ class Attendance:
         others = [rank for rank in processes.members() if rank != processes.rank]
         # A timeout closes all connections of a process, so that they say nothing about the others.
         timed_out = processes.seconds is not None and waited >= processes.seconds
-        look = partial(self._signs, processes, self._notices(processes), others, timed_out)
-        signs = _in_time(look, STORE_SECONDS)
+        own = f"this rank last completed {self._completed}" if self._completed else "this rank has completed none"
+        signs = None
+        if not self._waits_for_store:
+            look = partial(self._signs, processes, self._notices(processes), others, timed_out)
+            signs, self._looking = _in_time(look, STORE_SECONDS)
         if signs is None:
-            found = "the store of the process group does not answer, so its host (usually rank 0) has ended or hangs"
+            found = (
+                "the store of the process group cannot be reached: the network to its host (usually that of rank 0) is "
+                f"cut, or that host has ended or hangs; {own}"
+            )
             if not timed_out and (ended := processes.closed(others)):
                 named = ", ".join(map(str, ended))
                 found += f"; the connections to ranks {named} are closed, and which of them ended first is not known"
         else:
-            found = explanation(self._count, *signs, waited=waited, timed_out=timed_out)
+            found = explanation(self._count, *signs, own=own, waited=waited, timed_out=timed_out)
         return f"{self._what} failed: {found} ({type(error).__name__}: {_first_line(error)})"
 
     def _signs(
@@ -164,6 +180,7 @@ def explanation(
     failed: dict[int, str],
     closed: Sequence[int],
     *,
+    own: str,
     waited: float,
     timed_out: bool = False,
 ) -> str:
@@ -177,6 +194,7 @@ def explanation(
         came: for each other rank, the number and name of the last average that it came to; (0, "") for none.
         failed: for those where this average failed, the cause, marked if it is an error of a collective.
         closed: the ranks whose connection to this one is closed.
+        own: the last average that this rank completed, in words.
         waited: seconds until the average failed here.
         timed_out: whether it failed by a timeout.
     """
@@ -192,18 +210,24 @@ def explanation(
     absent = [rank for rank in silent if came[rank][0] != count]
     found += [f"rank {rank} did not come within {waited:.1f} s ({seen[rank]})" for rank in absent]
     hanging = [rank for rank in silent if rank not in absent]
-    found += [f"rank {rank} came and then gave no sign: it has ended, was stopped, or hangs" for rank in hanging]
+    found += [f"rank {rank} came and then gave no sign: {_UNKNOWN}" for rank in hanging]
+    if found:
+        found.append(own)
     causes = [f"rank {rank}: {text.removeprefix(_COLLECTIVE)}" for rank, text in failed.items()]
     if absent:
-        found.append("every rank must make the same calls of the scheduler, after the same number of steps")
+        found.append(
+            "check the network between these ranks; if it holds, every rank must make the same calls of the scheduler, "
+            "after the same number of steps"
+        )
     elif hanging and causes and not timed_out:
         found.append(f"the collective failed on {causes[0]}")
     if found:
         return "; ".join(found)
-    return f"all ranks came, and the collective failed on all of them ({'; '.join(causes)})"
+    return f"all ranks came, and the collective failed on all, as if the network was cut ({'; '.join(causes)}); {own}"
 
 
 _NEVER_SEEN = "it was never seen at an average"
+_UNKNOWN = "it has ended, was stopped or hangs, or the network to it is cut"
 
 
 def _is_own(cause: str) -> bool:
@@ -215,8 +239,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _in_time(look: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of ``look``; None if it fails or takes too long, as with a store whose host has gone."""
+def _in_time(look: Callable[[], Any], seconds: float) -> tuple[Any, threading.Thread]:
+    """Return the result of ``look`` and its thread.
+
+    It is None if that fails or takes too long, as with a store whose host has gone. The thread then runs on.
+    """
     results: list[Any] = []
 
     def run() -> None:
@@ -226,7 +253,7 @@ def _in_time(look: Callable[[], Any], seconds: float) -> Any:
     thread = threading.Thread(target=run, name="hdet_kernels attendance", daemon=True)
     thread.start()
     thread.join(seconds)
-    return results[0] if results else None
+    return (results[0] if results else None), thread
 
 
 class Notices:

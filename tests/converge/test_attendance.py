@@ -20,13 +20,19 @@ from hdet_kernels.converge.attendance import NEVER, Attendance, Notices, explana
 from hdet_kernels.ensemble import RowEnsemble, SingleReplica
 from tests.converge.counted_store import CountedStore
 from tests.converge.etcd import etcd_store
-from tests.ranks import Cases
+from tests.ranks import Cases, run_ranks
 from tests.threaded_ranks import run_threads
 
 HERE, BEFORE = (3, "sync at step 8"), (2, "sync at step 4")
 
 
 ABORTED, CLOSED = "collective: NCCL communicator was aborted", "collective: connection closed"
+OWN = "this rank last completed sync at step 4"
+SAME_CALLS = (
+    "check the network between these ranks; if it holds, every rank must make the same calls of the scheduler, after the "
+    "same number of steps"
+)
+SILENT = "came and then gave no sign: it has ended, was stopped or hangs, or the network to it is cut"
 AGAIN = "see what it wrote last, and start all ranks again from the last checkpoint"
 
 
@@ -38,16 +44,14 @@ AGAIN = "see what it wrote last, and start all ranks again from the last checkpo
             {3: CLOSED},
             [],
             "rank 1 did not come within 30.2 s (it was last seen at sync at step 4); rank 2 did not come within 30.2 s "
-            "(it was never seen at an average); every rank must make the same calls of the scheduler, after the same "
-            "number of steps",
+            f"(it was never seen at an average); {OWN}; {SAME_CALLS}",
         ),
-        ({1: HERE}, {}, [], "rank 1 came and then gave no sign: it has ended, was stopped, or hangs"),
+        ({1: HERE}, {}, [], f"rank 1 {SILENT}; {OWN}"),
         (
             {0: HERE, 1: HERE, 2: HERE},
             {2: ABORTED, 0: CLOSED},
             [2],
-            "rank 1 came and then gave no sign: it has ended, was stopped, or hangs; the collective failed on rank 2: "
-            "NCCL communicator was aborted",
+            f"rank 1 {SILENT}; {OWN}; the collective failed on rank 2: NCCL communicator was aborted",
         ),
         ({1: HERE, 2: BEFORE}, {1: "Cable: pulled out"}, [], f"rank 1 raised Cable: pulled out; {AGAIN}"),
         (
@@ -60,14 +64,14 @@ AGAIN = "see what it wrote last, and start all ranks again from the last checkpo
             {1: HERE, 2: HERE},
             {1: ABORTED, 2: CLOSED},
             [1, 2],
-            "all ranks came, and the collective failed on all of them (rank 1: NCCL communicator was aborted; rank 2: "
-            "connection closed)",
+            "all ranks came, and the collective failed on all, as if the network was cut (rank 1: NCCL communicator "
+            f"was aborted; rank 2: connection closed); {OWN}",
         ),
     ],
     ids=["missing", "silent", "one waits", "raised", "ended", "all there"],
 )
 def test_who_is_missing(came: dict[int, Any], failed: dict[int, Any], closed: list[int], expected: str) -> None:
-    assert explanation(3, came, failed, closed, waited=30.18) == expected
+    assert explanation(3, came, failed, closed, own=OWN, waited=30.18) == expected
 
 
 @pytest.mark.parametrize("ensemble", [SingleReplica(), RowEnsemble(2)], ids=["single", "rows"])
@@ -80,14 +84,62 @@ def test_without_a_process_group_errors_are_raised_as_they_are(ensemble: Any) ->
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     forever = threading.Event()
-    assert attendance._in_time(forever.wait, 0.01) is None
+    found, thread = attendance._in_time(forever.wait, 0.01)
+    assert found is None
+    assert thread.is_alive()
     forever.set()
 
     def broken() -> None:
         raise RuntimeError("gone")
 
-    assert attendance._in_time(broken, 5.0) is None
-    assert attendance._in_time(lambda: 7, 5.0) == 7
+    assert attendance._in_time(broken, 5.0)[0] is None
+    assert attendance._in_time(lambda: 7, 5.0)[0] == 7
+
+
+class Unreachable:
+    """A store on the far side of a cut network: what is sent is lost, and no answer comes."""
+
+    def __init__(self, forever: threading.Event) -> None:
+        self.forever, self.requests = forever, 0
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, *_: Any) -> None:
+        self.requests += 1
+
+    append = set
+
+    def get(self, *_: Any) -> None:
+        self.forever.wait()
+
+
+def _cut_off(rank: int) -> tuple[list[str], int]:
+    """Fail twice, at the second and the third average, without a store."""
+    forever = threading.Event()
+    own, store, messages = Attendance(hk.ProcessEnsemble()), Unreachable(forever), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attendance, "default_store", lambda: store)
+        patch.setattr(attendance, "STORE_SECONDS", 0.1)
+        for step in (2, 4, 6):
+            own.enter("sync", step)
+            if step > 2:
+                with pytest.raises(RuntimeError) as error, own.explained():
+                    raise RuntimeError("timed out")
+                messages.append(str(error.value))
+    forever.set()
+    return messages, store.requests
+
+
+def test_behind_a_cut_network_nobody_is_blamed_and_the_store_is_asked_once() -> None:
+    for messages, requests in run_ranks(2, _cut_off):
+        assert messages == [
+            f"sync at step {step} failed: the store of the process group cannot be reached: the network to its host "
+            "(usually that of rank 0) is cut, or that host has ended or hangs; this rank last completed sync at step 2 "
+            "(RuntimeError: timed out)"
+            for step in (4, 6)
+        ]
+        assert requests == 1 + 1 + 2, "at first two, at the second average one, and one that it failed"
 
 
 def _fails(rank: int, missing: int, requests: list[Counter[str]]) -> str:
@@ -120,8 +172,8 @@ def test_a_failure_takes_as_many_requests_for_any_number_of_ranks(ranks: int, mo
     messages, _ = run_threads(ranks, _fails, 5, requests)
     assert messages[5] == ""
     assert min(filter(None, messages), key=len) == (  # that of the last thread to fail
-        "sync at step 2 failed: rank 5 did not come within 0.0 s (it was last seen at sync at step 1); every rank must "
-        "make the same calls of the scheduler, after the same number of steps (RuntimeError: connection closed)"
+        "sync at step 2 failed: rank 5 did not come within 0.0 s (it was last seen at sync at step 1); this rank last "
+        f"completed sync at step 1; {SAME_CALLS} (RuntimeError: connection closed)"
     )
     assert "rank 5 did not come" in messages[0]
     assert "rank 6 came and then gave no sign" in messages[0]
@@ -160,7 +212,7 @@ def test_a_sign_is_waited_for_in_few_requests(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attendance, "SIGN_SECONDS", 0.3)  # pauses of 0.05, 0.1 and 0.15 seconds
     requests = _counted_stores(monkeypatch, 2)
     (message, _), _ = run_threads(2, _waits, requests)
-    assert "rank 1 came and then gave no sign: it has ended, was stopped, or hangs" in message
+    assert f"rank 1 {SILENT}; this rank has completed none" in message
     assert requests[0] == {"append": 1, "get": requests[0]["get"], "multi_get": 1}
     assert 1 + 1 <= requests[0]["get"] <= 1 + 4
 
@@ -212,7 +264,7 @@ def test_a_call_on_one_rank_alone_names_the_others(call: str, rows: int) -> None
         f"{call} at step 3 failed: rank 1 did not come within 0.5 s (it was last seen at sync at "
     )
     assert "last seen at sync at step 2); rank 2 did not come within 0.5 s" in message
-    assert "every rank must make the same calls of the scheduler" in message
+    assert f"this rank last completed sync at step 2; {SAME_CALLS}" in message
     assert unchanged
     assert others == [("", True)] * 2
 
