@@ -29,8 +29,8 @@ HERE, BEFORE = (3, "sync at step 8"), (2, "sync at step 4")
 ABORTED, CLOSED = "collective: NCCL communicator was aborted", "collective: connection closed"
 OWN = "this rank last completed sync at step 4"
 SAME_CALLS = (
-    "check the network between these ranks; if it holds, every rank must make the same calls of the scheduler, after the "
-    "same number of steps"
+    "check the network between these ranks; if it holds, every rank must make the same calls of the scheduler, after "
+    "the same number of steps"
 )
 SILENT = "came and then gave no sign: it has ended, was stopped or hangs, or the network to it is cut"
 AGAIN = "see what it wrote last, and start all ranks again from the last checkpoint"
