@@ -20,6 +20,7 @@ from bench.records import provenance
 from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.plan import FAULTS, cases, spelled
 from tests.chaos.runner import Verdict, run_all
+from tests.chaos.two_hosts import missing
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.repeat:
         planned = [spelled(text, given.device) for text in given.repeat]
     else:
-        planned = list(itertools.islice(cases(given.seed, given.kind, given.device), given.faults))
+        if reason := missing():
+            print(f"skipped: the faults between two hosts: {reason}")
+        planned = list(itertools.islice(cases(given.seed, given.kind, given.device, hosts=not reason), given.faults))
     start = time.monotonic()
     verdicts = run_all(planned, jobs=given.jobs, seconds=60 * given.minutes, each=_time if given.times else _progress)
     seconds = time.monotonic() - start

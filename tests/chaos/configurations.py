@@ -88,7 +88,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def _one(name: str, optimizer: Callable[..., Any], traits: str, **options: Any) -> Configuration:
-    special = {"stacks": {"ranks": 2, "rows": 2}, "hsdp": {"ranks": 4, "shards": 2}}
+    special = {"stacks": {"ranks": 2, "rows": 2}, "hsdp": {"ranks": 4, "shards": 2}, "two hosts": {"ranks": 4}}
     # Sums of two are the same in any order. DDP deals its buckets anew after its first step, also when it is resumed.
     special["ddp, in backward"] = {"ranks": 2}
     shape = {"ranks": 3, **special.get(name, {})}
@@ -106,6 +106,7 @@ _ALL = (
     _one("hsdp", torch.optim.AdamW, "shared sharded torch"),
     _one("compress", hk.FusedAdamW, "local compress probe ours", gradients="local", compress="int8"),
     _one("overlap", hk.FusedAdamW, "local overlap probe setter ours", gradients="local", overlap_steps=2),
+    _one("two hosts", hk.FusedAdamW, "local hosts ours", gradients="local"),
     _one("outer", torch.optim.AdamW, "local outer setter torch", gradients="local", outer=hk.Outer()),
     _one("masters", hk.FusedAdamW, "local masters probe setter ours", gradients="local"),
     _one(

@@ -131,7 +131,7 @@ class Fault:
         expect: how it must end.
         at: when it acts.
         act: injects it, on every victim.
-        on: the victims: one rank, two of them, or all.
+        on: the victims: one rank, two of them, both of a host, or all.
         needs, without: traits of the configurations that it makes sense in.
         message: pattern that the error of every rank that gets one must match; ``{who}`` stands for the victim. For
             ``lost`` there is a default.
@@ -141,13 +141,14 @@ class Fault:
         excluded: for ``healed``: whether the victim's replica is left out of the mean.
         waits: whether the others wait for the timeout of the group, which is short then.
         late: whether it acts after its place, in a call that is armed there. Then it must be noticed to have acted.
+        restarts: how often torchrun starts all ranks again, which then resume.
     """
 
     name: str
     expect: Expect
     at: Place
     act: Callable[[Scene], None]
-    on: Literal["one", "two", "all"] = "one"
+    on: Literal["one", "two", "host", "all"] = "one"
     needs: str = ""
     without: str = ""
     message: str | None = None
@@ -156,12 +157,15 @@ class Fault:
     excluded: bool = True
     waits: bool = False
     late: bool = False
+    restarts: int = 0
 
     def fits(self, configuration: Configuration) -> bool:
         """Return whether the fault makes sense in a configuration."""
         if self.on == "two" and configuration.replicas < 3:
             return False
         traits = configuration.traits
+        if "hosts" in traits and "hosts" not in self.needs.split():
+            return False
         return traits.issuperset(self.needs.split()) and traits.isdisjoint(self.without.split())
 
     def then_in(self, configuration: Configuration) -> Then:
@@ -185,6 +189,8 @@ class Fault:
         """Return the ranks that the fault acts on."""
         if self.on == "all":
             return list(range(configuration.ranks))
+        if self.on == "host":
+            return [case.victim // 2 * 2, case.victim // 2 * 2 + 1]
         return [case.victim, (case.victim + 1) % configuration.ranks][: 1 if self.on == "one" else 2]
 
 

@@ -10,6 +10,7 @@ from tests.chaos import (
     faults_builds,
     faults_calls,
     faults_checkpoints,
+    faults_hosts,
     faults_in_backward,
     faults_processes,
     faults_values,
@@ -25,6 +26,7 @@ ALL: tuple[Fault, ...] = (
     *faults_processes.COLLECTIVES,
     *faults_checkpoints.FAULTS,
     *faults_in_backward.FAULTS,
+    *faults_hosts.FAULTS,
 )
 FAULTS = {fault.name: fault for fault in ALL}
 
@@ -61,20 +63,28 @@ def spelled(text: str, device: str = "cpu") -> Case:
     return make_case(fault, configuration, int(seed), device)
 
 
-def cases(seed: int, faults: Sequence[str] | None = None, device: str = "cpu") -> Iterator[Case]:
+def cases(seed: int, faults: Sequence[str] | None = None, device: str = "cpu", *, hosts: bool = True) -> Iterator[Case]:
     """Yield cases without end: every fault in one configuration, then every fault in its next one, and so on.
 
-    On a GPU there are no sharded replicas: FSDP reduces and scatters, which gloo does not do with CUDA tensors.
+    Faults between two hosts come once, because they take long; none without ``hosts``. On a GPU there are none
+    either, and no sharded replicas: FSDP reduces and scatters, which gloo does not do with CUDA tensors.
     """
     draw = random.Random(seed)
+    hosts = hosts and device == "cpu"
     names = list(FAULTS if faults is None else faults)
-    on_device = [each for each in CONFIGURATIONS.values() if device == "cpu" or "sharded" not in each.traits]
+    names = names if hosts else _without_hosts(names)
+    left_out = {"sharded", "hosts"} if device != "cpu" else set()
+    on_device = [each for each in CONFIGURATIONS.values() if each.traits.isdisjoint(left_out)]
     places = {}
     for name in names:
         fitting = [each.name for each in on_device if FAULTS[name].fits(each)]
         draw.shuffle(fitting)
         places[name] = itertools.cycle(fitting)
-    for number in itertools.count():
+    for number in itertools.count() if names else ():
         draw.shuffle(names)
-        for name in names:
+        for name in names if number == 0 or faults is not None else _without_hosts(names):
             yield make_case(name, next(places[name]), 1000 * seed + number, device)
+
+
+def _without_hosts(names: Sequence[str]) -> list[str]:
+    return [name for name in names if "hosts" not in FAULTS[name].needs]

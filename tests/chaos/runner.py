@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.chaos.configurations import CONFIGURATIONS
-from tests.chaos.faults import Case
+from tests.chaos import two_hosts
+from tests.chaos.configurations import CONFIGURATIONS, Configuration
+from tests.chaos.faults import Case, Fault
 from tests.chaos.group import Lost, Pool
 from tests.chaos.judge import judge
 from tests.chaos.plan import FAULTS, make_case
@@ -64,6 +65,8 @@ class Runner:
             case = replace(case, collectives=expected[0].collectives.get(case.step, 0))
             with tempfile.TemporaryDirectory() as name:
                 lost = fault.expect == "lost"
+                if "hosts" in configuration.traits:
+                    return self._between_hosts(case, fault, configuration, expected, Path(name), start)
                 found = self.pool.group(size).call(
                     disturbed,
                     case,
@@ -81,6 +84,16 @@ class Runner:
             violations = [str(error)]
         if violations:
             self.pool.discard(size)
+        return Verdict(case, tuple(violations), time.monotonic() - start)
+
+    def _between_hosts(
+        self, case: Case, fault: Fault, configuration: Configuration, expected: list[Record], folder: Path, start: float
+    ) -> Verdict:
+        gone = fault.victims(case, configuration) if fault.expect == "lost" else []
+        found, again = two_hosts.run(case, folder, gone, fault.restarts)
+        if fault.resumes_in(configuration) and not fault.restarts:
+            again = self.pool.group(configuration.ranks).call(resumed, case, folder)
+        violations = judge(case, fault, configuration, expected, found, again or None)
         return Verdict(case, tuple(violations), time.monotonic() - start)
 
     def close(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.plan import cases, spelled
+from tests.chaos.plan import cases, make_case, spelled
 from tests.chaos.runner import Runner
+from tests.chaos.two_hosts import missing
 
 #: At least one of every way to end, and every configuration that the catalogue is about.
 QUICK = (
@@ -48,7 +49,7 @@ MORE = (
     "inf in a first moment/hsdp/1",
     "loaded after another one/overlap/1",
 )
-FULL = (*MORE, *(case.spelled for case in itertools.islice(cases(seed=5), 50)))
+FULL = (*MORE, *(case.spelled for case in itertools.islice(cases(seed=5, hosts=False), 50)))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,14 @@ def runner() -> Iterator[Runner]:
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)])
 def test_a_fault_breaks_no_promise(case: str, runner: Runner) -> None:
     assert runner.run(spelled(case)).violations == ()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["link cut before a sync", "rank killed, and torchrun starts all again"])
+def test_a_fault_between_two_hosts_breaks_no_promise(kind: str, runner: Runner) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    assert runner.run(make_case(kind, "two hosts", 1)).violations == ()
 
 
 @pytest.mark.gpu

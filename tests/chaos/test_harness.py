@@ -41,8 +41,12 @@ def test_a_plan_has_every_kind_first_every_configuration_soon_and_is_repeated_by
     assert {case.configuration for case in planned} == set(CONFIGURATIONS)
     assert len(set(planned)) == 500
     on_gpu = list(itertools.islice(cases(0, device="cuda"), 500))
-    assert {case.configuration for case in on_gpu} == set(CONFIGURATIONS) - {"hsdp"}
-    assert {case.fault for case in on_gpu} == set(FAULTS)
+    assert {case.configuration for case in on_gpu} == set(CONFIGURATIONS) - {"hsdp", "two hosts"}
+    assert {case.fault for case in on_gpu} == {name for name, fault in FAULTS.items() if "hosts" not in fault.needs}
+    assert [case for case in planned[len(FAULTS) :] if case.configuration == "two hosts"] == []
+    assert {case.configuration for case in itertools.islice(cases(0, hosts=False), 500)} == set(CONFIGURATIONS) - {
+        "two hosts"
+    }
 
 
 def test_cases_lie_within_the_run() -> None:

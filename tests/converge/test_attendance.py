@@ -127,6 +127,7 @@ def _cut_off(rank: int) -> tuple[list[str], int]:
                 with pytest.raises(RuntimeError) as error, own.explained():
                     raise RuntimeError("timed out")
                 messages.append(str(error.value))
+    dist.barrier()  # a rank that ended would be named
     forever.set()
     return messages, store.requests
 
