@@ -217,8 +217,11 @@ def main() -> int:
     from tests.chaos.scenario import disturbed, resumed
 
     torch.set_num_threads(1)
-    rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = int(os.environ["RANK"])
     case, folder = replace(spelled(sys.argv[1]), collectives=int(sys.argv[2])), Path(sys.argv[3])
+    began = folder / f"began{rank}"  # torchrun counts the restarts of a host that follows the other one as none
+    life = int(began.exists())
+    began.touch()
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     code = 0
     try:
