@@ -5,7 +5,7 @@ A message of B bytes takes α + B/β over a link with latency α and bandwidth �
     ring         2(N−1)·α + 2(N−1)/N·B/β         reduce-scatter, then all-gather, each in N−1 hops
     tree         2⌈log₂N⌉·α + 2·B/(0.79·β)       double binary tree: reduce up, broadcast down
     two-phase    N·α + 2(N−1)/N·B/β              all-to-all in one hop, all-gather in N−1; for int8
-    control row  2(N−1)·(α + 168/β)              all-gather in N−1 hops of a row a replica, and one that confirms
+    control row  2(N−1)·(α + 184/β)              all-gather in N−1 hops of a row a replica, and one that confirms
 
 Parameters travel in buckets of 512 MiB of fp32, one after the other, and each bucket pays its hops. NCCL chooses the
 faster of ring and tree. In nodes of g GPUs, each with its own network card, a ring has 2(N−N/g) hops within nodes and
@@ -25,8 +25,8 @@ from typing import Literal
 BUCKET_BYTES = 512 * 2**20
 # The default bucket of DistributedDataParallel.
 DDP_BUCKET_BYTES = 25 * 2**20
-# The control row has 21 numbers in fp64.
-ROW_BYTES = 168
+# The control row has 23 numbers in fp64.
+ROW_BYTES = 184
 # Bandwidth of the tree over that of the ring.
 TREE_SHARE = 150 / 190
 # The backward pass has two of the three matrix products of every layer; DDP's collectives run behind it.

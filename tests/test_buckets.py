@@ -302,7 +302,7 @@ UNFIT = {
     "subclass": (lambda: Sharded([1.0, 2.0]), TypeError, "parameter 1 is a Sharded"),
     "sparse": (lambda: torch.eye(3).to_sparse(), TypeError, "layout torch.sparse_coo; only dense torch tensors"),
     "lazy": (lambda: nn.UninitializedParameter(), TypeError, "parameter 1 is a UninitializedParameter"),
-    "number": (lambda: 3.0, TypeError, "expected tensors, parameter 1 is a float"),
+    "number": (lambda: 3.0, TypeError, "must be tensors, got 3.0 as number 1"),
     "gaps": (lambda: nn.Parameter(torch.ones(4, 4)[:, :2]), ValueError, r"shape \(4, 2\) has strides \(4, 1\)"),
     "expanded": (lambda: nn.Parameter(torch.ones(1).expand(4)), ValueError, r"shape \(4,\) has strides \(0,\)"),
     "meta": (lambda: nn.Parameter(torch.empty(2, device="meta")), (TypeError, ValueError), "parameter 1 .*meta"),

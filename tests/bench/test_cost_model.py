@@ -39,9 +39,9 @@ def test_formulas(algorithm: cm.Algorithm, replicas: int, nbytes: int, expected_
 
 def test_control_rows_are_gathered_around_a_ring_and_confirmed() -> None:
     assert len(COLUMNS) * 8 == cm.ROW_BYTES
-    assert cm.control_row(4, FLAT) == pytest.approx(2 * 3 * (1e-3 + 168e-6))
+    assert cm.control_row(4, FLAT) == pytest.approx(2 * 3 * (1e-3 + 184e-6))
     nodes = cm.Network("nodes", LINK, node=8, inside=cm.Link("fast", 1e-4, 1e8))
-    assert cm.control_row(16, nodes) == pytest.approx(2 * (14 * (1e-4 + 1.68e-6) + 1e-3 + 168e-6))
+    assert cm.control_row(16, nodes) == pytest.approx(2 * (14 * (1e-4 + 1.84e-6) + 1e-3 + 184e-6))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_best_is_the_faster_algorithm() -> None:
 def test_one_sync_by_hand() -> None:
     """1.5 B parameters in fp32, 8 replicas on InfiniBand: 6 GB in 12 buckets of 512 MiB."""
     cost = cm.converge(8, cm.MODELS[1], cm.NETWORKS[1])
-    assert cost.row == pytest.approx(2 * 7 * (14e-6 + 168 / 47.5e9))
+    assert cost.row == pytest.approx(2 * 7 * (14e-6 + 184 / 47.5e9))
     assert cost.collectives == pytest.approx(12 * 14 * 14e-6 + 2 * 7 / 8 * 6e9 / 47.5e9)
     assert cost.exposed == cost.row + cost.collectives
     assert cost.local == pytest.approx(1.5e9 * (4 + 8) / 4.264e12)
