@@ -165,6 +165,8 @@ optimizer = hk.FusedAdamW(model.parameters(), in_backward=hk.InBackward(model=mo
 for _ in range(3):
     loss = model(torch.ones(2, 3)).sum()
     loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 sys.setswitchinterval(1000)  # a thread gets the interpreter only when this one waits
 loss = model(torch.ones(2, 3)).sum()
 loss.backward()
