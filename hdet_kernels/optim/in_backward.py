@@ -32,8 +32,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, groupby, pairwise
-from typing import Any, Protocol
+from itertools import accumulate, chain, groupby, islice, pairwise
+from operator import is_
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from hdet_kernels.ddp_hook import hook_of
 from hdet_kernels.optim.flat_group import GRAD, FlatGroup, GradientOf, Part
 from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
-from hdet_kernels.tensors import checksum, replicas_of
+from hdet_kernels.tensors import replicas_of
 from hdet_kernels.torch_internals import after_backward, sparse_parts, times_written
 
 log = logging.getLogger("hdet_kernels")
@@ -54,8 +55,8 @@ WAITING, ARRIVED, STEPPED = range(3)
 #: Returns what was changed in the hyperparameters since they were noted; None if nothing was.
 SettingsBefore = Callable[[], str | None]
 
-#: How many gradients of distributed parameters are compared by their values.
-NOTED_VALUES = 4
+#: How many gradients are compared by their values, and of how many elements they are compared whole.
+NOTED_VALUES, LARGE = 2, 256
 
 #: What is compared of a gradient: how often it was written in place, and where it is.
 Trace = tuple[int, int]
@@ -96,7 +97,9 @@ class BackwardSteps:
         self._members = [slice(start, end) for start, end in pairwise([0, *ends])]
         self._part_of = [part for part, slots in enumerate(tied) for params in slots for _ in params]
         self._index = {id(param): index for index, param in enumerate(self._params)}
-        self._are_distributed = any(map(is_distributed, self._params))
+        self._by_size = sorted(
+            (i for i, p in enumerate(self._params) if p.numel()), key=lambda i: self._params[i].numel()
+        )
         self._are_stacked = any(replicas_of(param) is not None for param in self._params)
         self._states = [WAITING] * len(self._params)
         self._given: dict[int, Tensor] = {}  # gradients that are not in ``grad`` yet: those of DDP
@@ -114,12 +117,15 @@ class BackwardSteps:
         self._order: list[int] = []
         self._order_before: list[int] = []
         self._completed_before: dict[int, list[int]] = {}
-        # Of the backward pass that steps: the hyperparameters, whether its end will be told, the gradient that came
-        # last, on which hooks of the user may still run, and the gradients that it left.
+        # Of the backward pass that steps: the hyperparameters, whether its end will be told, and the gradient that came
+        # last, on which hooks of the user may still run. Of the first: how gradients came, and one that something had
+        # changed by the end. Of all: the gradients that were left, by number, with their versions.
         self._settings: SettingsBefore | None = None
         self._end_is_told = False
         self._last: int | None = None
-        self._noted: dict[int, Trace] = {}
+        self._came: dict[int, Trace] = {}
+        self._foreign: int | None = None
+        self._left: tuple[list[int], list[Tensor], list[int]] = [], [], []
         self._values = _NotedValues()
         self._is_first = True
         self._handles: list[RemovableHandle] = []
@@ -192,8 +198,8 @@ class BackwardSteps:
             if not self._end_is_told:
                 self._end_is_told = after_backward(partial(_note_left, weakref.ref(self)))
             # DistributedDataParallel, if it is not known, averages at the end.
-            if self._is_first or not self._end_is_told:
-                self._note([] if self._last is None else [self._last])
+            if self._is_first and self._last is not None and (trace := self._trace(self._last)) is not None:
+                self._came[self._last] = trace
             self._last = index
             if not self._completed_before:
                 self._order.append(index)
@@ -235,18 +241,26 @@ class BackwardSteps:
             self._end_is_told = False
             if self._settings is None:
                 return  # it accumulated
-            # Where few parameters have hooks, gradients are not accumulated: those that are there are complete.
-            complete = (WAITING, ARRIVED) if self._completed_before else (ARRIVED,)
-            self._note([index for index, state in enumerate(self._states) if state in complete])
-            if self._are_distributed:
-                self._values.note(grad for index in self._noted if (grad := self._params[index].grad) is not None)
+            for index, came in self._came.items():
+                if self._states[index] != STEPPED and self._trace(index) != came:
+                    self._foreign = index
+            self._came = {}
+            # A stack notes its gradients itself.
+            numbers = range(0 if self._are_stacked else len(self._params))
+            pairs = zip(numbers, self._states, map(GRAD, self._params), strict=False)
+            left = [(index, grad) for index, state, grad in pairs if grad is not None and state != STEPPED]
+            grads = [grad for _, grad in left]
+            self._left = [index for index, _ in left], grads, list(map(times_written, grads))
+            if left:
+                few = (self._params[i].grad for i in self._by_size if self._states[i] != STEPPED)
+                self._values.note(islice((grad for grad in few if grad is not None), NOTED_VALUES))
 
-    def _note(self, indices: Iterable[int]) -> None:
-        """Note the gradients of some parameters as they are, once in a step. A stack does so itself."""
-        if self._are_stacked:
-            return
-        new = [i for i in indices if i not in self._noted and self._params[i].grad is not None]
-        self._noted |= zip(new, self._traces(new), strict=True)
+    def _trace(self, index: int) -> Trace | None:
+        """Return how often a gradient was written in place, and where it is."""
+        if (grad := self._params[index].grad) is None:
+            return None
+        part = part_of(grad)
+        return times_written(part), (sparse_parts(part)[1] if part.is_sparse else part).data_ptr()
 
     def _count(self, indices: Iterable[int]) -> None:
         """Note complete gradients, and the parts of which all have come."""
@@ -325,7 +339,7 @@ class BackwardSteps:
                 f"{setting} between backward() and step(), and in_backward has used what was there before: change it "
                 f"before backward(), or after step(){self._what_is_lost()}"
             )
-        changed = next(self._changed(), None)
+        changed = self._changed()
         if changed is not None or self._values.were_changed(wait=self._is_first):
             which = "gradients were" if changed is None else f"the gradient of {self._named(changed)} was"
             raise RuntimeError(
@@ -338,22 +352,18 @@ class BackwardSteps:
     def _named(self, index: int) -> str:
         return f"a parameter of shape {tuple(self._params[index].shape)}"
 
-    def _changed(self) -> Iterator[int]:
-        """Yield the parameters whose gradient somebody has written or dropped since the backward pass left it."""
+    def _changed(self) -> int | None:
+        """Return a parameter whose gradient somebody has written or replaced after it came; None if there is none."""
+        if self._foreign is not None:
+            return self._foreign
         if self._are_stacked:
-            yield from (index for index, param in enumerate(self._params) if was_changed(param))
-        left = [index for index in self._noted if self._states[index] != STEPPED]
-        dropped = [index for index in left if self._params[index].grad is None]
-        yield from dropped
-        now = [] if dropped else self._traces(left)
-        yield from (index for index, trace in zip(left, now, strict=False) if trace != self._noted[index])
-
-    def _traces(self, indices: Sequence[int]) -> list[Trace]:
-        """Return how often each of some gradients was written in place, and where it is."""
-        grads: list[Any] = [self._params[index].grad for index in indices]
-        if self._are_distributed or any(grad.is_sparse for grad in grads):
-            return [(times_written(grad) + times_written(part_of(grad)), _address(part_of(grad))) for grad in grads]
-        return list(zip(map(times_written, grads), map(Tensor.data_ptr, grads), strict=True))
+            return next((index for index, param in enumerate(self._params) if was_changed(param)), None)
+        numbers, grads, versions = self._left
+        now = [self._params[index].grad for index in numbers]
+        if all(map(is_, now, grads)) and list(map(times_written, grads)) == versions:
+            return None
+        several = zip(numbers, now, grads, versions, strict=True)
+        return next(index for index, new, old, n in several if new is not old or times_written(old) != n)
 
     def _what_is_lost(self) -> str:
         if not (stepped := self.stepped):
@@ -401,7 +411,8 @@ class BackwardSteps:
     def _begin_anew(self) -> None:
         self._waiting_for = list(self._expected)
         self._states = [WAITING] * len(self._params)
-        self._ready, self._given, self._noted, self._settings, self._last = [], {}, {}, None, None
+        self._ready, self._given, self._settings, self._last = [], {}, None, None
+        self._came, self._foreign, self._left = {}, None, ([], [], [])
         self._end_is_told = self.begun = False
         self._values.forget()
 
@@ -447,53 +458,56 @@ def take_over(params: Iterable[Tensor]) -> None:
 
 
 class _NotedValues:
-    """Gradients of distributed parameters as they were, by their values: torch does not count writes by ``_foreach``.
+    """Some gradients as they were, by their values: torch counts no writes to ``grad.data``, nor all to a DTensor.
 
-    On a GPU the answer comes back while the host goes on, so that a change is told at the next step.
+    On a GPU nothing waits for the answer, so that a change is told when the device has said so: at a later step.
     """
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
         self._before: Tensor | None = None
-        self._answer: tuple[Tensor, torch.cuda.Event] | None = None
+        # On a GPU: whether any were changed so far, there and as it was copied to the host last.
+        self._changed: Tensor | None = None
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None
 
     def note(self, gradients: Iterable[Tensor]) -> None:
-        """Note the smallest of some gradients: what clips scales all of them."""
-        parts = [part for grad in gradients if (part := part_of(grad)).numel()]
-        self._parts = sorted(parts, key=Tensor.numel)[:NOTED_VALUES]
+        """Note a few gradients: what clips scales all of them."""
+        parts = [_sample(part) for part in map(part_of, gradients) if part.numel() and not part.is_sparse]
+        self._parts = [part for part in parts if part.device == parts[0].device]
         self._before = self._now()
 
     def forget(self) -> None:
         """Forget the gradients."""
         self._parts, self._before = [], None
 
-    @torch.no_grad()
     def _now(self) -> Tensor | None:
         if not self._parts or (self._parts[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        return torch.stack([checksum(part).to(self._parts[0].device) for part in self._parts])
+        return torch.cat(self._parts).view(torch.uint8)
 
     def were_changed(self, *, wait: bool) -> bool:
-        """Return whether they were changed since, or those of the step before; ``wait`` for what the device says."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer[1].synchronize()
-            if bool(answer[0]):
-                return True
+        """Return whether any were changed since they were noted, as far as is known; with ``wait`` it is."""
+        if self._told is not None and self._told[1].query() and bool(self._told[0]):
+            return True
         if self._before is None or (now := self._now()) is None:
             return False
-        differ = ~((now == self._before) | (now.isnan() & self._before.isnan())).all()
-        if wait or not differ.is_cuda:
-            return bool(differ)
-        told, done = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-        told.copy_(differ, non_blocking=True)
-        done.record()
-        self._answer = told, done
+        if wait or not now.is_cuda:
+            return not torch.equal(now, self._before)
+        differ = (now != self._before).any()
+        self._changed = differ if self._changed is None else self._changed | differ
+        if self._told is None:
+            self._told = torch.zeros((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        self._told[0].copy_(self._changed, non_blocking=True)
+        self._told[1].record()
         return False
 
 
-def _address(gradient: Tensor) -> int:
-    return (sparse_parts(gradient)[1] if gradient.is_sparse else gradient).data_ptr()
+@torch.no_grad()
+def _sample(gradient: Tensor) -> Tensor:
+    """Return a gradient as a vector; of a large one the first element of every row."""
+    return (
+        (gradient if gradient.numel() <= LARGE or gradient.dim() < 2 else gradient.select(-1, 0)).detach().reshape(-1)
+    )
 
 
 def was_changed(param: Tensor) -> bool:

@@ -637,6 +637,13 @@ def _replace_gradient(net: nn.Module, optimizer: FusedOptimizer) -> None:
             param.grad = param.grad * 0.5
 
 
+def _write_data(net: nn.Module, optimizer: FusedOptimizer) -> None:
+    """Write as old code does, which torch does not count."""
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad.data.mul_(0.5)
+
+
 def _drop_gradients(net: nn.Module, optimizer: FusedOptimizer) -> None:
     net.zero_grad()
 
@@ -649,6 +656,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module, FusedOptimizer], None], str]] = {
     "scheduler": (_schedule, "lr of parameter group 0"),
     "clip": (_clip, "max_grad_norm="),
     "other gradients": (_replace_gradient, "max_grad_norm="),
+    "data of gradients": (_write_data, "max_grad_norm="),
     "no gradients": (_drop_gradients, "max_grad_norm="),
 }
 
