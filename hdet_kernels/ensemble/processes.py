@@ -110,8 +110,7 @@ class ProcessEnsemble:
     def team(self, first: int) -> ProcessEnsemble:
         """Return one of two halves as an ensemble of its own: the ``first`` processes, or the rest. Collective."""
         ranks = self.ranks()
-        parts = ranks[:first], ranks[first:]
-        return ProcessEnsemble(self._new_group(self.group, parts, self._groups_known(self.group)))
+        return ProcessEnsemble(self._new_group(self.group, (ranks[:first], ranks[first:])))
 
     def ranks(self) -> list[int]:
         """Return the global ranks of the processes that hold this part."""
@@ -174,7 +173,8 @@ class ProcessEnsemble:
                     "a second group of the same ranks in the same order"
                 )
             return given
-        known = self._groups_known(group)
+        # torch waits the whole timeout for a rank that has ended; a gather fails at once, but not over NCCL.
+        known = self._groups_known(group) if "cpu" in self.backends else None
         try:
             return self._new_group(group, (ranks,), known)
         except RuntimeError as error:
@@ -182,20 +182,18 @@ class ProcessEnsemble:
             raise RuntimeError(f"an overlapped average needs a second process group, and {error}; {remedy}") from error
 
     def _groups_known(self, group: dist.ProcessGroup | None) -> list[int]:
-        """Return how many groups each process of ``group`` knows. Collective.
-
-        It comes before a new group: it fails at once where a rank has ended, for which torch would wait then.
-        """
+        """Return how many groups each process of ``group`` knows. Collective."""
         row = torch.tensor([float(groups_known())], device=self._gather_device())
         found: list[int] = self._gathered(row, group, dist.get_world_size(group)).flatten().int().tolist()
         return found
 
     def _new_group(
-        self, group: dist.ProcessGroup | None, parts: Sequence[list[int]], known: Sequence[int]
+        self, group: dist.ProcessGroup | None, parts: Sequence[list[int]], known: Sequence[int] | None = None
     ) -> dist.ProcessGroup:
         """Return a new group of those of the ``parts`` of ``group`` to which this process belongs. Collective.
 
-        It has the order of processes, the backend and the timeout of ``group``. ``known``: :meth:`_groups_known`.
+        It has the order of processes, the backend and the timeout of ``group``. ``known``: :meth:`_groups_known`, if
+        that was asked before.
         """
         options: dict[str, Any] = {"timeout": group_timeout(group), "backend": dist.get_backend_config(group)}
         ranks, whole = next(part for part in parts if self.rank in part), [rank for part in parts for rank in part]
@@ -206,6 +204,7 @@ class ProcessEnsemble:
         if ranks != sorted(ranks):
             raise RuntimeError(f"torch cannot make a group of ranks that are not in order, {ranks}")
         # Only the members make the group, and torch names it by the number of groups that a process knows.
+        known = self._groups_known(group) if known is None else known
         if len(set(known)) > 1:
             raise RuntimeError(
                 f"torch cannot make one for ranks {ranks}: they belong to {list(known)} groups, and the numbers must "
