@@ -39,6 +39,10 @@ SIGN_SECONDS, STORE_SECONDS = 2.0, 6.0
 # Seconds before a failed process looks for signs again. They double every time: thousands ask the same store.
 _FIRST_PAUSE = 0.05
 
+# Seconds for which a closed connection does not say that its rank has ended. A timeout closes it too, a moment before
+# the rank tells of its failure.
+_SETTLED = 0.3
+
 # How many of these this process has made for each group of ranks and each rank of it.
 _LIVES: Counter[tuple[str, int]] = Counter()
 
@@ -153,7 +157,7 @@ class Attendance:
         self, processes: ProcessEnsemble, notices: Notices, others: Sequence[int], timed_out: bool
     ) -> tuple[dict[int, tuple[int, str]], dict[int, str], list[int]]:
         """Return the arguments of :func:`explanation`. Waits a little, until it is known who is to blame."""
-        until, pause = time.monotonic() + SIGN_SECONDS, _FIRST_PAUSE
+        start, pause = time.monotonic(), _FIRST_PAUSE
         came = dict.fromkeys(others, NEVER)
         while True:
             # First, because a rank that has failed writes so before it ends.
@@ -161,9 +165,11 @@ class Attendance:
             came |= notices.came([rank for rank in others if came[rank][0] != self._count])
             failed = notices.failed(self._count, others)
             silent = [rank for rank in others if rank not in failed]
-            to_blame = any(rank in closed for rank in silent) or any(map(_is_own, failed.values()))
+            passed = time.monotonic() - start
+            ended = passed >= _SETTLED and any(rank in closed for rank in silent)
+            to_blame = ended or any(map(_is_own, failed.values()))
             waits = [rank for rank in silent if came[rank][0] == self._count or not timed_out]
-            left = until - time.monotonic()
+            left = SIGN_SECONDS - passed
             if to_blame or not waits or left <= 0:
                 return came, failed, closed
             time.sleep(min(pause, left))
