@@ -293,12 +293,13 @@ class FusedOptimizer(Optimizer):
 
     def _remember_norm(self) -> None:
         """Keep the norm of this step's gradients, with which the next ones are clipped, if it is finite."""
+        if not self._norms:
+            return
         # In an order of their own: that in which they came differs between processes, and so would the last bits.
         order = {part: number for number, part in enumerate(p for flat in self._flat_groups for p in flat.parts)}
         norms, self._norms = sorted(self._norms, key=lambda norm: order[norm[0]]), []
         norm = joint_norm([(norm, divided) for _, norm, divided in norms])
-        if norm is None:
-            return
+        assert norm is not None  # there are some
         if self._previous_norm is None or self._previous_norm.shape != norm.shape:  # or the state was separated
             self._previous_norm = torch.zeros_like(norm)  # clips nothing
         self._previous_norm.copy_(torch.where(norm.isfinite(), norm, self._previous_norm))

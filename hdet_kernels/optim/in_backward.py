@@ -27,7 +27,6 @@ takes the first step, and nothing has moved by then.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,8 +46,6 @@ from hdet_kernels.optim.options import InBackward
 from hdet_kernels.sharded import is_distributed, is_offloaded, part_of
 from hdet_kernels.tensors import replicas_of
 from hdet_kernels.torch_internals import after_backward, sparse_parts, times_written
-
-log = logging.getLogger("hdet_kernels")
 
 WAITING, ARRIVED, STEPPED = range(3)
 
